@@ -37,7 +37,10 @@ OF_OBJECTS = {
     "of the state of FSDP2's units, which the table has": {"_fsdp_param_group", "_fsdp_param_groups"},
     "a documented member of a public enumeration": {"_HYBRID_SHARD_ZERO2"},
     "of what iterates over a loader, which the table has": {"_dataset", "_index_sampler"},
-    "of the flat parameters of FSDP1, which the table has": {"_params", "_shard_param_infos"},
+    "of the flat parameters of FSDP1, which the table has": {
+        "_fqns", "_is_padding_mask", "_numels_with_padding", "_params", "_shard_param_infos", "_shared_param_infos",
+        "_sharded_size",
+    },
     "not torch's: of Python, pytest, execnet, hypothesis, DeepSpeed and torchtitan": {
         "_DummyThread", "_anonymous", "_args_from_interpreter_flags", "_children", "_exit", "_fields", "_forkserver",
         "_getframe", "_groups", "_io", "_lru_cache_wrapper", "_make", "_tw", "_wrap_class_cache",

@@ -43,11 +43,15 @@ def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Differ
             other = b.entries.get(key)
             moved = astray.take(entry) if other is None and not _is_under_another_name(entry, a, b) else ""
             found += [Difference(key, "another name", moved)] if moved else _entry(entry, other, a, b, known)
-    known_names = a.entries.keys() | astray.taken
-    extra = [entry for key, entry in b.entries.items() if key not in known_names and key.section in sections]
-    extra = [entry for entry in extra if entry.kind != "unsaved buffer"]
-    found += [Difference(one.key, "unexpected", _unexpected(one, a)) for one in extra]
-    return found
+    return [*found, *_extra(a, b, sections, astray.taken)]
+
+
+def _extra(a: State, b: State, sections: Collection[str], taken: Collection[EntryKey]) -> Iterator[Difference]:
+    """Yield the entries that only the second state has."""
+    for key, entry in b.entries.items():
+        if key in a.entries or key in taken or key.section not in sections or entry.kind == "unsaved buffer":
+            continue
+        yield Difference(key, "unexpected", _unexpected(entry, a))
 
 
 def _unexpected(entry: Entry, a: State) -> str:

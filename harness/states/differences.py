@@ -50,16 +50,27 @@ def of_tensors(entry: Entry, other: Entry, known: Known) -> Difference | None:
     if entry.shape != other.shape:
         return Difference(entry.key, *_shapes(entry, other))
     mine, its = entry.total, other.total
-    if other.order:
-        if hashes_of(mine) == hashes_of(its):
-            return Difference(entry.key, "order", ORDERED)
-        other = _in_order(entry, other)
-        its = other.total
+    if other.order and hashes_of(mine) == hashes_of(its):
+        return Difference(entry.key, "order", ORDERED)
+    other = _in_order(entry, other) if other.order else other
+    its = other.total
     if entry.dtype != other.dtype:
         return _dtypes(entry, other, mine, its, known)
     wrong = [n for n in range(blocks.count_of(entry.shape)) if _hash(mine, n) != _hash(its, n) and n not in other.short]
-    if not wrong or (other.order and other.load is None and entry.load is None and _is_rearranged(mine, its)):
+    if not wrong or _is_ordered(entry, other):
         return None
+    return _of_values(entry, other, known, wrong)
+
+
+def _is_ordered(entry: Entry, other: Entry) -> bool:
+    """Whether a table says that the order is another, and there are digests alone, of one norm."""
+    is_unread = bool(other.order) and other.load is None and entry.load is None
+    return is_unread and _is_rearranged(entry.total, other.total)
+
+
+def _of_values(entry: Entry, other: Entry, known: Known, wrong: list[int]) -> Difference:
+    """Return what differs in the values of some blocks of two tensors of one shape and dtype."""
+    mine, its = entry.total, other.total
     if entry.numel == 1:
         return Difference(entry.key, "value", f"is {size_of(its):g} for {size_of(mine):g}")
     if (same := _known_elsewhere(entry, other, known)) is not None:

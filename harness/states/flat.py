@@ -37,11 +37,8 @@ class _Place(NamedTuple):
 
 def unflattened(state: State, to: State) -> State:
     """Return a state in which flat parameters are the parameters of another state that they are made of."""
-    units: dict[str, list[_Place]] = {}
-    for key, entry in to.entries.items():
-        if key.section == MODEL and entry.unit and not entry.tied:
-            units.setdefault(entry.unit, []).append(_Place(key.name, entry.offset, entry.shape))
-    names = [key.name for key in state.entries if key.section == MODEL]
+    units = _units(to)
+    names = _names(state)
     before = maps.beginning(names, units.__contains__)
     flat = {one.removeprefix(before) for one in names} & units.keys()
     if state.is_live or not flat:
@@ -53,7 +50,7 @@ def unflattened(state: State, to: State) -> State:
     changed = dataclasses.replace(state, entries={})
     for key, entry in state.entries.items():
         own = key.name.removeprefix(before) if key.section == MODEL else key.name
-        unit = own if key.section == MODEL else numbers.get(own, "") if key.section == OPTIMIZER else ""
+        unit = {MODEL: own, OPTIMIZER: numbers.get(own, "")}.get(key.section, "")
         if unit in flat:
             changed.entries |= dict(_cut(key, entry, _laid_out(key, entry, units[unit])))
         elif key.section != MODEL or _OF_FILE.sub("", own) not in inside:
@@ -102,6 +99,19 @@ def _cut(key: EntryKey, entry: Entry, places: Sequence[_Place]) -> Iterator[tupl
         held = [part for number, one in enumerate(entry.held) for part in _held(one, number, place)]
         load = functools.partial(_load, entry, place)
         yield new, dataclasses.replace(entry, key=new, shape=place.shape, held=held, load=load, tied="")
+
+
+def _names(state: State) -> list[str]:
+    return [key.name for key in state.entries if key.section == MODEL]
+
+
+def _units(to: State) -> dict[str, list[_Place]]:
+    """Return the parameters of each unit of a training."""
+    units: dict[str, list[_Place]] = {}
+    for key, entry in to.entries.items():
+        if key.section == MODEL and entry.unit and not entry.tied:
+            units.setdefault(entry.unit, []).append(_Place(key.name, entry.offset, entry.shape))
+    return units
 
 
 def _ordered(units: Collection[str], to: State) -> list[str]:

@@ -65,7 +65,7 @@ MOST_WORDS = 5
 
 
 class Rule(NamedTuple):
-    """One line of a table.
+    """A line of a table.
 
     Attributes:
         old: matches a name.
@@ -292,12 +292,19 @@ def _rows(tensor: torch.Tensor, full: Sequence[tuple[int, ...]], parallel: Paral
         raise NoFit(said)
     rows = [one[0] // parallel.size for one in full]
     if sum(rows) != tensor.shape[0] or any(one[0] % parallel.size for one in full):
-        rest, others = tensor.shape[0] - rows[0], full[1:]
-        each = rest // max(1, len(others))
-        if rest <= 0 or rest % len(others) or any(one[0] % each or parallel.size % (one[0] // each) for one in others):
+        each = _shared(tensor.shape[0] - rows[0], [one[0] for one in full[1:]], parallel)
+        if not each:
             raise NoFit(said)
-        rows = [rows[0], *(each for _ in others)]
+        rows = [rows[0], *(each for _ in full[1:])]
     return rows
+
+
+def _shared(rest: int, others: Sequence[int], parallel: Parallel) -> int:
+    """Return how many rows of each a rank has of keys and values that several ranks have; 0 if they do not fit."""
+    each = rest // max(1, len(others))
+    if rest <= 0 or rest % len(others) or any(one % each or parallel.size % (one // each) for one in others):
+        return 0
+    return each
 
 
 def fitted(tensor: torch.Tensor, shape: tuple[int, ...], parallel: Parallel) -> tuple[torch.Tensor, Box]:

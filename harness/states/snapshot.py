@@ -129,8 +129,8 @@ def state(
             not say so itself.
         views: returns, from the name of a parameter and the tensor, the parameters that it is made of in the other
             state, by their names there, as views: of a fused ``qkv_proj.weight`` the slices ``q_proj.weight``,
-            ``k_proj.weight`` and ``v_proj.weight``. None for a parameter that is one in both. Of a full tensor, or of
-            a rank's plain one, if each view has its place; ``shardproof.views()`` makes such a function.
+            ``k_proj.weight`` and ``v_proj.weight``. None for a parameter that is one in both. The tensor is full, or a
+            rank's plain one, of which each view has its place; ``shardproof.views()`` makes such a function.
 
     Raises:
         ValueError: the folder has a state of this rank, or cannot be written; or a sharded tensor has views.
