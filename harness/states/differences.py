@@ -255,7 +255,7 @@ def _by_distance(entry: Entry, mine: Sums, its: Sums, wrong: Sequence[int]) -> D
     where = (
         ""
         if len(wrong) == blocks.count_of(entry.shape)
-        else f" in {rows_of(wrong, entry.shape)}{whose_of(entry, wrong)}"
+        else f" in {rows_of(wrong, entry.shape)}{whose_of(entry, wrong)}".removesuffix(",")
     )
     if not all(map(math.isfinite, its.sketch)) and all(map(math.isfinite, mine.sketch)):
         return Difference(entry.key, "not finite", f"is not finite{where}")

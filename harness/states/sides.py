@@ -15,7 +15,7 @@ from shardproof import door
 from shardproof.door import BadFile
 from shardproof.harness.states import blocks, files, maps
 from shardproof.harness.states.blocks import BlockSums, Sums
-from shardproof.harness.states.snapshot import EXTRA, MODEL, OPTIMIZER, UNCOMPARED, EntryLine, RankLine
+from shardproof.harness.states.snapshot import EXTRA, MODEL, OPTIMIZER, UNCOMPARED, EntryLine, RankLine, SumsLine
 from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.tensors.layouts import put_into
 from shardproof.harness.tensors.lines import box_of
@@ -160,11 +160,12 @@ def line_of(value: object) -> RankLine | _Line:
     if "world" in value:
         return decode(RankLine, value)
     fields = decode(EntryLine, value)
-    sketch = tuple(map(float, fields.sketch))
+    told = fields.sums or SumsLine()
+    sketch = tuple(map(float, told.sketch))
     if fields.dtype and len(sketch) != K:
         raise RecordError(f"sketch: a sketch has {K} numbers, and not {len(sketch)}")
-    held = {one.block: BlockSums(one.hash, float(one.squares), one.numel) for one in fields.blocks}
-    return _Line(fields, box_of(fields.shape, fields.dims, fields.flat), Sums(held, sketch, fields.digits))
+    held = {one.block: BlockSums(one.hash, float(one.squares), one.numel) for one in told.blocks}
+    return _Line(fields, box_of(fields.shape, fields.dims, fields.flat), Sums(held, sketch, told.digits))
 
 
 def _snapshot(path: str, ranks: Sequence[Path]) -> State:
@@ -195,10 +196,11 @@ def _snapshot(path: str, ranks: Sequence[Path]) -> State:
 def _add(state: State, line: _Line, source: str, file: Path) -> None:
     fields, shape = line.fields, line.box.shape
     key = EntryKey(fields.section, fields.name, fields.key)
-    made = Entry(
-        key, fields.kind, fields.dtype, shape, trains=fields.trains, stepped_by=fields.stepped_by,
-        position=fields.position, tied=fields.tied, unit=fields.unit, offset=fields.offset,
-    )  # fmt: skip
+    made = Entry(key, fields.kind, fields.dtype, shape, trains=fields.trains, tied=fields.tied)
+    if fields.stepper is not None:
+        made.stepped_by, made.position = fields.stepper.group, fields.stepper.position
+    if fields.unit is not None:
+        made.unit, made.offset = fields.unit.name, fields.unit.offset
     entry = state.entries.setdefault(key, made)
     if fields.value is not None:
         entry.values[source] = fields.value

@@ -62,6 +62,33 @@ class BlockLine:
 
 
 @described()
+class SumsLine:
+    """The digest of what the rank holds of a tensor."""
+
+    blocks: Sequence[BlockLine] = says("its blocks", default=())
+    sketch: Sequence[Number] = says("its sketch", default=())
+    digits: Count = says(
+        "of float32: 1 if an element has more digits than bfloat16 has, and 2 more than float16", default=0
+    )
+
+
+@described()
+class UnitLine:
+    """The place of a parameter in a flat one of FSDP1."""
+
+    name: Name = says("the name of the flat parameter")
+    offset: Count = says("where the parameter begins there", default=0)
+
+
+@described()
+class StepperLine:
+    """The place of a parameter in an optimizer."""
+
+    group: Name = says("the class of the optimizer, and the number of its group")
+    position: Count = says("its number in the optimizer")
+
+
+@described()
 class EntryLine:
     """A tensor or a value."""
 
@@ -75,17 +102,11 @@ class EntryLine:
         "the ranges of each dimension that the rank holds; null for all", default=None
     )
     flat: Sequence[int] | None = says("a range in the flattened tensor that it holds", default=None)
-    blocks: Sequence[BlockLine] = says("its blocks", default=())
-    sketch: Sequence[Number] = says("the sketch of what it holds", default=())
-    digits: Count = says(
-        "of float32: 1 if an element has more digits than bfloat16 has, and 2 more than float16", default=0
-    )
+    sums: SumsLine | None = says("the digest of what it holds", default=None)
     trains: bool | None = says("whether a parameter requires gradients", default=None)
-    stepped_by: Name = says("of a parameter, the class and the number of the optimizer's group that has it", default="")
-    position: Count | None = says("of a parameter, its number in the optimizer", default=None)
+    stepper: StepperLine | None = says("of a parameter, its place in the optimizer that has it", default=None)
     tied: Name = says("the first name of the same parameter", default="")
-    unit: Name = says("the name of the flat parameter of FSDP1 that has a parameter", default="")
-    offset: Count = says("where it begins there", default=0)
+    unit: UnitLine | None = says("of a parameter, its place in a flat one of FSDP1", default=None)
     value: str | None = says("a value, as JSON", default=None)
 
 
@@ -192,8 +213,8 @@ def _lines(found: Sequence[Found]) -> Iterator[EntryLine]:
             ]
             fields |= {
                 "dtype": name_of(one.tensor.dtype), "shape": one.box.shape,
-                "dims": one.box.dims, "flat": one.box.flat, "blocks": blocks,
-                "sketch": mine.sketch, "digits": mine.digits,
+                "dims": one.box.dims, "flat": one.box.flat,
+                "sums": SumsLine(blocks=blocks, sketch=mine.sketch, digits=mine.digits),
             }  # fmt: skip
         yield EntryLine(**fields)
 
@@ -215,17 +236,17 @@ def entries(
     for root in models:
         for name, parameter in parameters_of(root):
             if (unit := units.get(id(parameter))) is not None:
-                yield from _of_flat(unit, parameter, steppers.get(id(parameter), {}))
+                yield from _of_flat(unit, parameter, steppers.get(id(parameter)))
                 continue
             first = names.setdefault(id(parameter), name)
             place = watched.place(name, parameter)
             boxes[id(parameter)] = box = Box(tuple(parameter.shape)) if place is None else place.box
             fields = {
                 "section": MODEL, "name": name, "kind": "parameter", "trains": parameter.requires_grad,
-                "tied": first if first != name else "", **steppers.get(id(parameter), {}),
+                "tied": first if first != name else "", "stepper": steppers.get(id(parameter)),
             }  # fmt: skip
             if (original := inside.get(name)) is not None:
-                fields |= {"unit": original.unit, "offset": original.start}
+                fields["unit"] = UnitLine(name=original.unit, offset=original.start)
             yield from [Found(fields)] if first != name else _viewed(fields, local_of(parameter), box, views)
         yield from _buffers(root)
     for one in optimizers:
@@ -235,13 +256,13 @@ def entries(
     yield from _tree(EXTRA, "", extra)
 
 
-def _steppers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, dict[str, Any]]:
-    """Return the fields that say which optimizer has a parameter, by its id."""
-    found: dict[int, dict[str, Any]] = {}
+def _steppers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, StepperLine]:
+    """Return which optimizer has a parameter, by its id."""
+    found: dict[int, StepperLine] = {}
     for one in optimizers:
         held = [(group, parameter) for group, its in enumerate(one.param_groups) for parameter in its["params"]]
         for position, (group, parameter) in enumerate(held):
-            found[id(parameter)] = {"stepped_by": f"{type(one).__name__}, group {group}", "position": position}
+            found[id(parameter)] = StepperLine(group=f"{type(one).__name__}, group {group}", position=position)
     return found
 
 
@@ -258,12 +279,12 @@ def _viewed(fields: Mapping[str, Any], tensor: torch.Tensor, box: Box, views: Vi
         yield Found({**fields, "name": name}, part, place)
 
 
-def _of_flat(unit: Unit, parameter: nn.Parameter, stepper: Mapping[str, Any]) -> Iterator[Found]:
+def _of_flat(unit: Unit, parameter: nn.Parameter, stepper: StepperLine | None) -> Iterator[Found]:
     """Yield the parameters of which a flat one is made."""
     for one in unit.originals:
         fields = {
             "section": MODEL, "name": one.name, "kind": "parameter", "trains": parameter.requires_grad,
-            "tied": one.tied, "unit": one.unit, "offset": one.start, **stepper,
+            "tied": one.tied, "unit": UnitLine(name=one.unit, offset=one.start), "stepper": stepper,
         }  # fmt: skip
         yield Found(fields) if one.tied else Found(fields, *one.part(local_of(parameter), unit.begin))
 

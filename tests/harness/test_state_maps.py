@@ -99,7 +99,7 @@ def test_rows_of_heads_in_the_other_order_are_named(tmp_path, capsys):
     assert "layers.0.attention.wq.weight, layers.0.attention.wk.weight: " in lines[0]
 
 
-def test_what_differs_otherwise_is_still_named(tmp_path, capsys):
+def test_another_difference_is_still_named(tmp_path, capsys):
     a, b = titan(), hugging_face(titan())
     b["model.layers.0.self_attn.q_proj.weight"] = b["model.layers.0.self_attn.q_proj.weight"].clone()
     b["model.layers.0.self_attn.q_proj.weight"][:, 0] += 0.5

@@ -280,7 +280,7 @@ def changed(made, tmp_path, rank, change):
 
 def test_replicas_that_differ_have_a_line(made, tmp_path, capsys):
     def change(lines):
-        next(line for line in lines if line.get("name") == "up.bias")["blocks"][0]["hash"] ^= 1
+        next(line for line in lines if line.get("name") == "up.bias")["sums"]["blocks"][0]["hash"] ^= 1
         return lines
 
     text = said(capsys, changed(made, tmp_path, 1, change), code=1)
@@ -307,7 +307,7 @@ def _out_of_range(lines):
 
 
 def _short_sketch(lines):
-    next(line for line in lines if line.get("name") == "up.bias")["sketch"].pop()
+    next(line for line in lines if line.get("name") == "up.bias")["sums"]["sketch"].pop()
     return lines
 
 
