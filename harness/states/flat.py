@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,22 +41,42 @@ def unflattened(state: State, to: State) -> State:
     names = _names(state)
     before = maps.beginning(names, units.__contains__)
     flat = {one.removeprefix(before) for one in names} & units.keys()
-    if state.is_live or not flat:
-        return state
     inside = {place.name for unit in flat for place in units[unit]}
+    ordered = {str(number): unit for number, unit in enumerate(_ordered(units if not flat else flat, to))}
     # With original parameters the optimizer has numbers of these, and else of the flat ones, in the order of the model.
     has_originals = any(_OF_FILE.sub("", one.removeprefix(before)) in inside for one in names)
-    numbers = {} if has_originals else {str(number): unit for number, unit in enumerate(_ordered(units, to))}
+    if not flat:  # of one rank, or NO_SHARD: the file has the parameters, and the optimizer flat ones
+        has_originals, before = not _are_flat(state, ordered, units), ""
+    numbers = {} if has_originals else ordered
+    if state.is_live or not (flat or numbers):
+        return state
     changed = dataclasses.replace(state, entries={})
     for key, entry in state.entries.items():
         own = key.name.removeprefix(before) if key.section == MODEL else key.name
         unit = {MODEL: own, OPTIMIZER: numbers.get(own, "")}.get(key.section, "")
-        if unit in flat:
+        if unit in units:
             changed.entries |= dict(_cut(key, entry, _laid_out(key, entry, units[unit])))
         elif key.section != MODEL or _OF_FILE.sub("", own) not in inside:
             # A rank's part of a parameter is a view of the flat one, and is there twice.
             changed.entries[key._replace(name=own)] = entry
     return changed
+
+
+def _are_flat(state: State, numbers: Mapping[str, str], units: Mapping[str, Sequence[_Place]]) -> bool:
+    """Whether an optimizer's states, which have numbers, are of flat parameters: each has the size of its own."""
+    found = {
+        key: entry
+        for key, entry in state.entries.items()
+        if key.section == OPTIMIZER and key.name.isdigit() and entry.is_tensor and entry.shape
+    }
+    try:
+        for key, entry in found.items():
+            if len(entry.shape) != 1 or key.name not in numbers:
+                return False
+            _laid_out(key, entry, units[numbers[key.name]])
+    except BadFile:
+        return False
+    return bool(found)
 
 
 #: Bytes to which FSDP1 aligns each parameter in a flat one, if the original ones are the optimizer's.

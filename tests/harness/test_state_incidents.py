@@ -83,6 +83,16 @@ def test_an_adapter_of_peft(form, tmp_path, capsys):
     check(capsys, "i21_adapter_of_rank_0", tmp_path, is_healthy=form == "healthy")
 
 
+@pytest.mark.nightly
+def test_an_export_that_waits_for_others_writes_nothing_and_is_named_by_its_line(tmp_path, capsys):
+    script = (FOLDER / "i28_rank_0_alone.py", tmp_path, "wrong", "gather")
+    done = torchrun(2, "-m", "shardproof", "doctor", "--steps", "0", *script, code=1)
+    assert "this rank waited in a collective that it began at common.py:" in done.stderr, done.stderr
+    assert " in full(): each rank of its group must begin it, and another one may be elsewhere" in done.stderr
+    assert main(["state", str(tmp_path / "trainer"), str(tmp_path / "export.safetensors")]) == 2
+    assert "export.safetensors: No such file or directory" in capsys.readouterr().err
+
+
 def test_each_script_is_in_the_readme_with_what_is_said():
     text = (FOLDER / "README.md").read_text()
     assert {path.stem for path in FOLDER.glob("i*.py")} == {*SAID}
