@@ -35,7 +35,8 @@ def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Differ
     """
     known = Known(_by_hashes(a), earlier)
     sections = [one for one in _SECTIONS if any(key.section == one for key in b.entries)]
-    found = [] if b.is_weights else [*_sections_missing(a, sections)]
+    alone = (MODEL,) if has_model_alone(b, earlier) else _SECTIONS
+    found = [*_sections_missing(a, sections, alone)]
     left_out = without_frozen(a, b)
     astray = _Astray(a, b)
     for key, entry in a.entries.items():
@@ -60,8 +61,23 @@ def _unexpected(entry: Entry, a: State) -> str:
     return f"{_kind(entry)} that {a.path} does not have"
 
 
+def has_model_alone(state: State, earlier: Sequence[State]) -> bool:
+    """Whether a state is to have the model alone.
+
+    Not if it is a folder, and an earlier one with the same files had a trainer's next to them: it is the next
+    checkpoint of a training.
+    """
+    before = [one for one in earlier if one.is_whole and one.has_optimizer and {*state.sources} <= {*one.sources}]
+    return state.is_weights and not (state.is_folder and before)
+
+
 def without_frozen(a: State, b: State) -> set[EntryKey]:
-    """Return the frozen parameters and the buffers of which a file has none: it has adapters alone."""
+    """Return the frozen parameters and the buffers of which a file has none: it has adapters alone.
+
+    A checkpoint of a trainer has them, unless it is one of an adapter.
+    """
+    if b.is_live or (b.is_whole and not b.is_adapter):
+        return set()
     fixed = {
         key
         for key, entry in a.entries.items()
@@ -69,7 +85,7 @@ def without_frozen(a: State, b: State) -> set[EntryKey]:
     }
     has_adapters = any(entry.trains and key in b.entries for key, entry in a.entries.items())
     is_without = has_adapters and any(a.entries[key].trains is False for key in fixed) and not fixed & b.entries.keys()
-    return fixed if is_without and not b.is_live else set()
+    return fixed if is_without else set()
 
 
 def _by_hashes(state: State) -> dict[tuple[int, ...], list[EntryKey]]:
@@ -134,8 +150,8 @@ def _unit(state: State) -> str:
     return "rank" if state.is_live else "file"
 
 
-def _sections_missing(a: State, sections: Collection[str]) -> Iterator[Difference]:
-    for section in _SECTIONS:
+def _sections_missing(a: State, sections: Collection[str], wanted: Collection[str]) -> Iterator[Difference]:
+    for section in wanted:
         mine = [key for key in a.entries if key.section == section]
         if mine and section not in sections and section != SCHEDULER:
             yield Difference(

@@ -42,12 +42,8 @@ def unflattened(state: State, to: State) -> State:
     before = maps.beginning(names, units.__contains__)
     flat = {one.removeprefix(before) for one in names} & units.keys()
     inside = {place.name for unit in flat for place in units[unit]}
-    ordered = {str(number): unit for number, unit in enumerate(_ordered(units if not flat else flat, to))}
-    # With original parameters the optimizer has numbers of these, and else of the flat ones, in the order of the model.
-    has_originals = any(_OF_FILE.sub("", one.removeprefix(before)) in inside for one in names)
-    if not flat:  # of one rank, or NO_SHARD: the file has the parameters, and the optimizer flat ones
-        has_originals, before = not _are_flat(state, ordered, units), ""
-    numbers = {} if has_originals else ordered
+    has_originals = any(_original(one, before) in inside for one in names)
+    numbers = {} if has_originals else _numbers(state, units, to, is_flat=bool(flat))
     if state.is_live or not (flat or numbers):
         return state
     changed = dataclasses.replace(state, entries={})
@@ -56,10 +52,23 @@ def unflattened(state: State, to: State) -> State:
         unit = {MODEL: own, OPTIMIZER: numbers.get(own, "")}.get(key.section, "")
         if unit in units:
             changed.entries |= dict(_cut(key, entry, _laid_out(key, entry, units[unit])))
-        elif key.section != MODEL or _OF_FILE.sub("", own) not in inside:
+        elif key.section != MODEL or _original(own) not in inside:
             # A rank's part of a parameter is a view of the flat one, and is there twice.
             changed.entries[key._replace(name=own)] = entry
     return changed
+
+
+def _original(name: str, before: str = "") -> str:
+    return _OF_FILE.sub("", name.removeprefix(before))
+
+
+def _numbers(state: State, units: Mapping[str, Sequence[_Place]], to: State, *, is_flat: bool) -> Mapping[str, str]:
+    """Return the flat parameters whose numbers an optimizer has, in the order of the model; none of original ones.
+
+    Of one rank, or without shards, a file has the parameters of the model, and its optimizer may have flat ones.
+    """
+    numbers = {str(number): unit for number, unit in enumerate(_ordered(units, to))}
+    return numbers if is_flat or _are_flat(state, numbers, units) else {}
 
 
 def _are_flat(state: State, numbers: Mapping[str, str], units: Mapping[str, Sequence[_Place]]) -> bool:
@@ -98,7 +107,10 @@ def _laid_out(key: EntryKey, entry: Entry, places: Sequence[_Place]) -> Sequence
     for found in (places, _packed(places, 1), _packed(places, max(1, _ALIGNED // itemsize))):
         if 0 <= size - max(place.stop for place in found) < ranks:
             return found
-    raise BadFile(f"{key}: a flat parameter of {size} elements, and {places[0].name} and the others of it have another")
+    raise BadFile(
+        f"{key}: flat, with {size} elements of {ranks} rank{'s' * (ranks > 1)}, and {places[0].name} and the others in "
+        f"it have {max(place.stop for place in places)}: the file of a rank may be missing"
+    )
 
 
 def _packed(places: Sequence[_Place], aligned: int) -> list[_Place]:

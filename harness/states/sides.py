@@ -110,6 +110,8 @@ class State:
         what: what it is, for a headline: "2 ranks of a training", "a checkpoint".
         sources: the ranks or files, in their order.
         is_live: whether it is the snapshot of a training, of which all entries have sections.
+        is_folder: whether it is a folder of files.
+        is_whole: whether it is one with files of a trainer, which has more than the model.
     """
 
     path: str
@@ -118,11 +120,20 @@ class State:
     is_live: bool
     step: int | None = None
     entries: dict[EntryKey, Entry] = dataclasses.field(default_factory=dict)
+    is_folder: bool = False
+    is_whole: bool = False
 
     @property
     def is_weights(self) -> bool:
-        """Whether it has the model alone by what it is: a receiver, or a format of Hugging Face's."""
-        return (self.is_live and not self.has_optimizer) or all(map(_OF_WEIGHTS.search, self.sources))
+        """Whether it has the model alone by what it is: a receiver, or a format of Hugging Face's without a trainer."""
+        if self.is_live:
+            return not self.has_optimizer
+        return not self.is_whole and all(map(_OF_WEIGHTS.search, self.sources))
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it has the files of an adapter, which leave out what does not train."""
+        return any(one.startswith("adapter_model") for one in self.sources)
 
     @property
     def has_optimizer(self) -> bool:
@@ -221,11 +232,12 @@ def _checkpoint(path: str) -> State:
     found = files.read(path)
     sources = tuple(dict.fromkeys(part.source for entry in found for part in entry.parts))
     state = State(
-        path, f"{len(found)} entries in {len(sources)} file{'s' if len(sources) != 1 else ''}", sources, False
-    )
+        path, f"{len(found)} entries in {len(sources)} file{'s' if len(sources) != 1 else ''}", sources, False,
+        is_folder=Path(path).is_dir(), is_whole=files.has_trainer(path),
+    )  # fmt: skip
     lists: dict[EntryKey, list[Any]] = {}
     for one in found:
-        key = _key_of(one.name)
+        key = _key_of(one.name, state.is_whole)
         if key.section == OPTIMIZER and key.key in UNCOMPARED:
             continue
         entry = Entry(key, "state" if key.section == OPTIMIZER else "", tied=one.tied)
@@ -262,12 +274,17 @@ def _loader(entry: files.Entry) -> Callable[[], torch.Tensor]:
     return load
 
 
+#: What begins the entries of a trainer's files next to a model, of which a training has other forms, or none.
+_OF_TRAINER = re.compile(r"(scheduler|rng_state)(_\d+)?\.")
+
 #: What begins the entries of an optimizer in a file, and how its states are named: by numbers, or by parameters.
 _OF_OPTIMIZER = re.compile(r"(?:(?:.*\.)?(?:optim\w*|opt)\.)?(state|param_groups)\.(.*)$")
 
 
-def _key_of(name: str) -> EntryKey:
-    """Return the place of an entry of a file, by its name there."""
+def _key_of(name: str, has_trainer: bool) -> EntryKey:
+    """Return the place of an entry of a file, by its name there; a folder may have files of a trainer."""
+    if has_trainer and _OF_TRAINER.match(name):
+        return EntryKey(EXTRA, name)
     match = _OF_OPTIMIZER.match(name)
     if match is None:
         return EntryKey(MODEL, name)

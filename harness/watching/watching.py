@@ -62,8 +62,8 @@ class Watcher(contextlib.AbstractContextManager[Any]):
             error.add_note(f"shardproof {self.name}: the step had reached: {self._watch.last}")
         if line := script.collective_of(error):
             error.add_note(
-                f"shardproof {self.name}: this rank waited in a collective that it began at {line}: each rank of its group "
-                "must begin it, and another one may be elsewhere"
+                f"shardproof {self.name}: this rank waited in a collective that it began at {line}: each rank of its "
+                "group must begin it, and another one may be elsewhere"
             )
         if not self._is_over:
             self._abandon(error)

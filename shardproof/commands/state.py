@@ -52,7 +52,7 @@ def state(arguments: Sequence[str]) -> int:
         *comparing.compare(a, b, earlier=earlier),
     ]
     begins = f", whose names begin with {prefix!r}" if prefix else ""
-    alone = ", the model alone" if b.is_weights and a.has_optimizer else ""
+    alone = ", the model alone" if comparing.has_model_alone(b, earlier) and a.has_optimizer else ""
     frozen = comparing.without_frozen(a, b)
     alone += f", without {len(frozen)} entries that do not train" if frozen else ""
     head = [f"{a.path}: {a.what}", f"{b.path}: {b.what}{begins}{alone}"]

@@ -143,11 +143,15 @@ def test_a_collective_that_others_did_not_begin_is_named_by_its_line(module, err
     with pytest.raises((RuntimeError, ValueError)) as caught, doctor(nn.Linear(2, 2)):
         export()
     notes = getattr(caught.value, "__notes__", [])
-    assert notes == [
-        f"shardproof doctor: this rank waited in a collective that it began at "
-        f"test_doctor.py:{export.__code__.co_firstlineno + 1} in export(): each rank of its group must begin it, and "
-        "another one may be elsewhere"
-    ] * is_named
+    assert (
+        notes
+        == [
+            f"shardproof doctor: this rank waited in a collective that it began at "
+            f"test_doctor.py:{export.__code__.co_firstlineno + 1} in export(): each rank of its group must begin "
+            "it, and another one may be elsewhere"
+        ]
+        * is_named
+    )
 
 
 def test_a_loop_without_steps(model, traces, capsys):
