@@ -216,6 +216,14 @@ DAMAGES = {
     "not finite": Damage(
         of_model("up.bias", lambda one: one * float("nan")), ("model: up.bias: is not finite",)
     ),
+    "other values in a shard": Damage(
+        of_model("up.weight", lambda one: torch.cat([one[:15], one[15:] + one[15:].abs().roll(1)])),
+        ("model: up.weight differs in rows 15-29 of 30, the shard of rank 1, by ",),
+    ),
+    "a shard that is not finite": Damage(
+        of_model("up.weight", lambda one: torch.cat([one[:15], one[15:] * float("nan")])),
+        ("model: up.weight: is not finite in rows 15-29 of 30, the shard of rank 1",),
+    ),
     "a tie that ends": Damage(_untie, ("model: head.weight differs, by ",)),
     "a list for a tuple": Damage(
         lambda saved: saved["optimizer"]["param_groups"][0].update(betas=[0.9, 0.999]), ("nothing differs",)
