@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardproof.harness.states.receiving import views as views
     from shardproof.harness.states.snapshot import state as state
     from shardproof.harness.training.doctor import doctor as doctor
     from shardproof.harness.training.recording import record as record
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "doctor": "training.doctor", "record": "training.recording", "check": "training.starting",
-    "state": "states.snapshot",
+    "state": "states.snapshot", "views": "states.receiving",
 }  # fmt: skip
 
 

@@ -40,9 +40,12 @@ OF_OBJECTS = {
         "_forward_cls", "_saved_other", "_saved_reduction",
     },
     "of what iterates over a loader, which the table has": {
-        "_dataset", "_index_sampler", "_num_workers", "_sampler_iter",
+        "_collate_fn", "_dataset", "_index_sampler", "_num_workers", "_num_yielded", "_sampler_iter",
     },
-    "of the flat parameters of FSDP1, which the table has": {"_params", "_shard_param_infos"},
+    "of the flat parameters of FSDP1, which the table has": {
+        "_fqns", "_is_padding_mask", "_numels_with_padding", "_params", "_shard_param_infos", "_shared_param_infos",
+        "_sharded_size",
+    },
     "not torch's: of Python, pytest, execnet, hypothesis, DeepSpeed and torchtitan": {
         "_DummyThread", "_anonymous", "_args_from_interpreter_flags", "_children", "_exit", "_fields", "_forkserver",
         "_getframe", "_groups", "_io", "_lru_cache_wrapper", "_make", "_tw", "_wrap_class_cache",
@@ -411,6 +414,9 @@ def test_a_torch_of_tomorrow(tmp_path):
 def test_the_command_lists_what_is_missing():
     path = "torch._C._current_graph_task_id"
     done = python("-m", "shardproof", "torch-names", PYTHONPATH=HIDING, TORCH_LACKS=path, code=1)
-    assert f"\n  {path}\n    for counting recomputations; without it: these cases are unmet\n" in done.stdout
+    assert (
+        f"\n  {path}\n    for counting recomputations, and random numbers that they draw; without it: these cases are unmet\n"
+        in done.stdout
+    )
     wrong = python("-m", "shardproof", "torch-names", "--what")
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)

@@ -68,6 +68,12 @@ MICROBATCHES_APART = 1e-4
 #: cosine on a movement is one toward the original.
 COPY_IS_LIKE, COPY_IS_UNLIKE, COPY_FOLLOWS = 0.5, 0.3, 0.9
 
+# Of values that a load has changed.
+
+#: Of their size the least by which it changes them; of this change the most that is left where a step undoes it, and
+#: the most that is missing when the step begins.
+LOAD_CHANGES, LOAD_IS_UNDONE, LOAD_IS_THERE = 0.25, 0.1, 0.05
+
 # Of a comparison of two recordings.
 
 #: What two right runs may differ by, in eps of the narrowest dtype; and how much more than two runs of the reference.

@@ -4,19 +4,19 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
 
-from shardproof.harness.states import blocks
 from shardproof.harness.states.differences import (
     Difference,
     Known,
-    count_of_blocks,
     hashes_of,
     listed,
     of_tensors,
     rows_of,
     size_of,
+    whose_of,
 )
 from shardproof.harness.states.sides import Entry, EntryKey, State
-from shardproof.harness.states.snapshot import MODEL, OPTIMIZER, SCHEDULER
+from shardproof.harness.states.snapshot import EXTRA, MODEL, OPTIMIZER, SCHEDULER
+from shardproof.harness.states.units import FLAT
 from shardproof.harness.tensors.fingerprints import Box
 
 _NAMES = 3  # of entries that a line lists
@@ -33,22 +33,101 @@ def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Differ
         b: with the names of ``a``; see ``sides.aligned``.
         earlier: states of the same training, which ``b`` may have entries of.
     """
-    known = Known({}, earlier)
-    for key, entry in a.entries.items():
-        if entry.is_tensor and entry.numel > 1:
-            known.entries.setdefault(hashes_of(entry.total), []).append(key)
+    known = Known(_by_hashes(a), earlier)
     sections = [one for one in _SECTIONS if any(key.section == one for key in b.entries)]
-    found = [*_sections_missing(a, sections)]
+    alone = (MODEL,) if has_model_alone(b, earlier) else _SECTIONS
+    found = [*_sections_missing(a, sections, alone)]
+    left_out = without_frozen(a, b)
+    astray = _Astray(a, b)
     for key, entry in a.entries.items():
-        if key.section in sections and entry.kind != "unsaved buffer":
-            found += _entry(entry, b.entries.get(key), a, b, known)
-    extra = [entry for key, entry in b.entries.items() if key not in a.entries and key.section in sections]
-    found += [Difference(one.key, "unexpected", f"{_kind(one)} that {a.path} does not have") for one in extra]
+        if key.section in sections and entry.kind != "unsaved buffer" and key not in left_out:
+            other = b.entries.get(key)
+            moved = astray.take(entry) if other is None and not _is_under_another_name(entry, a, b) else ""
+            found += [Difference(key, "another name", moved)] if moved else _entry(entry, other, a, b, known)
+    return [*found, *_extra(a, b, sections, astray.taken)]
+
+
+def _extra(a: State, b: State, sections: Collection[str], taken: Collection[EntryKey]) -> Iterator[Difference]:
+    """Yield the entries that only the second state has."""
+    for key, entry in b.entries.items():
+        if key in a.entries or key in taken or key.section not in sections or entry.kind == "unsaved buffer":
+            continue
+        yield Difference(key, "unexpected", _unexpected(entry, a))
+
+
+def _unexpected(entry: Entry, a: State) -> str:
+    if entry.key.name.endswith(FLAT):
+        return f"a flat parameter of FSDP1, and {a.path} does not say what it is made of: write it in that training"
+    return f"{_kind(entry)} that {a.path} does not have"
+
+
+def has_model_alone(state: State, earlier: Sequence[State]) -> bool:
+    """Whether a state is to have the model alone.
+
+    Not if it is a folder, and an earlier one with the same files had a trainer's next to them: it is the next
+    checkpoint of a training.
+    """
+    before = [one for one in earlier if one.is_whole and one.has_optimizer and {*state.sources} <= {*one.sources}]
+    return state.is_weights and not (state.is_folder and before)
+
+
+def without_frozen(a: State, b: State) -> set[EntryKey]:
+    """Return the frozen parameters and the buffers of which a file has none: it has adapters alone.
+
+    A checkpoint of a trainer has them, unless it is one of an adapter.
+    """
+    if b.is_live or (b.is_whole and not b.is_adapter):
+        return set()
+    fixed = {
+        key
+        for key, entry in a.entries.items()
+        if key.section == MODEL and (entry.trains is False or entry.kind == "buffer")
+    }
+    has_adapters = any(entry.trains and key in b.entries for key, entry in a.entries.items())
+    is_without = has_adapters and any(a.entries[key].trains is False for key in fixed) and not fixed & b.entries.keys()
+    return fixed if is_without else set()
+
+
+def _by_hashes(state: State) -> dict[tuple[int, ...], list[EntryKey]]:
+    found: dict[tuple[int, ...], list[EntryKey]] = {}
+    for key, entry in state.entries.items():
+        if entry.is_tensor and entry.numel > 1 and entry.held:
+            found.setdefault(hashes_of(entry.total), []).append(key)
     return found
 
 
-def check(state: State) -> Iterator[Difference]:
-    """Yield what is wrong within one state: replicas that differ, rows that nobody holds."""
+class _Astray:
+    """The entries of a state under names that the other one does not have, by their hashes.
+
+    Attributes:
+        taken: those that are an entry of the other state under its name.
+    """
+
+    def __init__(self, a: State, b: State) -> None:
+        names = [key for key in b.entries if key not in a.entries and key.section in (MODEL, EXTRA)]
+        self._b, self.taken = b, set[EntryKey]()
+        some = dataclasses.replace(b, entries={key: b.entries[key] for key in names})
+        self._known = _by_hashes(some)
+
+    def take(self, entry: Entry) -> str:
+        """Return under which name an entry is there; empty if it is under none."""
+        if entry.key.section != MODEL or not entry.is_tensor or not entry.held or not entry.total.squares:
+            return ""
+        for key in self._known.get(hashes_of(entry.total), ()):
+            if key not in self.taken and self._b.entries[key].shape == entry.shape:
+                self.taken.add(key)
+                before = key.name.removesuffix(entry.key.name)
+                return f"is there with {before!r} before its name" if before != key.name else f"is there as {key.name}"
+        return ""
+
+
+def check(state: State, to: State | None = None) -> Iterator[Difference]:
+    """Yield what is wrong within one state: replicas that differ, rows that nobody holds.
+
+    Args:
+        state: which is judged.
+        to: another state, whose shards are named.
+    """
     for key, entry in state.entries.items():
         by_box: dict[Box, dict[tuple[int, ...], list[str]]] = {}
         for one in entry.held:
@@ -57,16 +136,11 @@ def check(state: State) -> Iterator[Difference]:
             if len(holders) > 1:
                 sets = " and ".join(listed(some) for some in holders.values())
                 yield Difference(key, "replicas", f"{sets} hold different values of the same elements")
-        if entry.is_tensor and entry.held:
-            total = entry.total
-            held = {number: block.numel for number, block in total.blocks.items()}
-            short = [
-                number
-                for number in range(count_of_blocks(entry.shape))
-                if held.get(number, 0) < blocks.numel_of(number, entry.shape)
-            ]
-            if short:
-                yield Difference(key, "held by none", f"{rows_of(short, entry.shape)} are in no {_unit(state)}")
+        if entry.short:
+            right = to.entries.get(key) if to is not None else None
+            whose = whose_of(right, sorted(entry.short)) if right is not None else ""
+            text = f"{rows_of(sorted(entry.short), entry.shape)}{whose} are in no {_unit(state)}"
+            yield Difference(key, "held by none", text)
         if len(set(entry.values.values())) > 1 and entry.key.section != MODEL:
             told = ", ".join(f"{value} on {source}" for source, value in list(entry.values.items())[:4])
             yield Difference(key, "differs between ranks", told)
@@ -76,8 +150,8 @@ def _unit(state: State) -> str:
     return "rank" if state.is_live else "file"
 
 
-def _sections_missing(a: State, sections: Collection[str]) -> Iterator[Difference]:
-    for section in _SECTIONS:
+def _sections_missing(a: State, sections: Collection[str], wanted: Collection[str]) -> Iterator[Difference]:
+    for section in wanted:
         mine = [key for key in a.entries if key.section == section]
         if mine and section not in sections and section != SCHEDULER:
             yield Difference(
@@ -170,8 +244,13 @@ def _kind(entry: Entry) -> str:
 # Printing ------------------------------------------------------------------------------------------
 
 
-def lines(differences: Sequence[Difference]) -> Iterator[str]:
-    """Yield a line for each thing that is said, with the entries of which it is said."""
+def lines(differences: Sequence[Difference], entries: Collection[EntryKey] = ()) -> Iterator[str]:
+    """Yield a line for each thing that is said, with the entries of which it is said.
+
+    Args:
+        differences: what was found.
+        entries: those that were compared.
+    """
     together: dict[tuple[str, str, str], list[Difference]] = {}
     for one in differences:
         together.setdefault((one.key.section, one.kind, one.text if one.kind != "values" else ""), []).append(one)
@@ -187,4 +266,5 @@ def lines(differences: Sequence[Difference]) -> Iterator[str]:
             cost = f", which cost at most {some[0].distance:.1e} of a norm" if some[0].distance else ""
             yield f"{section}: {names}{more}: {text}{cost}"
         else:
-            yield f"{section}: {names}{more and f';{more}, by {least:.1e} or more'}"
+            count = sum(key.section == section for key in entries)
+            yield f"{section}: {names}{more and f';{more}, by {least:.1e} or more: {len(some)} of {count}'}"

@@ -13,7 +13,9 @@ import torch
 
 from shardproof.harness.states import blocks
 from shardproof.harness.states.blocks import Sums
-from shardproof.harness.states.sides import Entry, EntryKey, State
+from shardproof.harness.states.maps import TRANSPOSED, rotated
+from shardproof.harness.states.sides import Entry, EntryKey, Holding, State
+from shardproof.harness.states.snapshot import EXTRA
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.watching.names import name_of
 
@@ -43,19 +45,42 @@ class Known:
 
 def of_tensors(entry: Entry, other: Entry, known: Known) -> Difference | None:
     """Return what differs between two tensors, or None if they are equal."""
+    if other.order == TRANSPOSED and math.isclose(entry.total.squares, other.total.squares, rel_tol=_SAME_NORM):
+        return None  # of digests alone
     if entry.shape != other.shape:
         return Difference(entry.key, *_shapes(entry, other))
     mine, its = entry.total, other.total
+    if other.order and hashes_of(mine) == hashes_of(its):
+        return Difference(entry.key, "order", ORDERED)
+    other = _in_order(entry, other) if other.order else other
+    its = other.total
     if entry.dtype != other.dtype:
-        return _dtypes(entry, other, mine, its)
-    wrong = [n for n in range(count_of_blocks(entry.shape)) if _hash(mine, n) != _hash(its, n)]
-    if not wrong:
+        return _dtypes(entry, other, mine, its, known)
+    wrong = [n for n in range(blocks.count_of(entry.shape)) if _hash(mine, n) != _hash(its, n) and n not in other.short]
+    if not wrong or _is_ordered(entry, other):
         return None
+    return _of_values(entry, other, known, wrong)
+
+
+def _is_ordered(entry: Entry, other: Entry) -> bool:
+    """Whether a table says that the order is another, and there are digests alone, of one norm."""
+    is_unread = bool(other.order) and other.load is None and entry.load is None
+    return is_unread and _is_rearranged(entry.total, other.total)
+
+
+def _of_values(entry: Entry, other: Entry, known: Known, wrong: list[int]) -> Difference:
+    """Return what differs in the values of some blocks of two tensors of one shape and dtype."""
+    mine, its = entry.total, other.total
     if entry.numel == 1:
         return Difference(entry.key, "value", f"is {size_of(its):g} for {size_of(mine):g}")
-    if (same := _known_elsewhere(entry, its, known) or _by_values(entry, other)) is not None:
+    if (same := _known_elsewhere(entry, other, known)) is not None:
+        return Difference(entry.key, *same)
+    if _is_rearranged(mine, its) and (same := _by_values(entry, other)) is not None:
         return Difference(entry.key, *same)
     texts = [*_zeros(entry, mine, its, wrong), *_moved(entry, mine, its, wrong)]
+    texts += [] if texts else _stale_rows(entry, mine, other, wrong, known)
+    if not texts and _is_rearranged(mine, its):
+        return Difference(entry.key, "rearranged", REARRANGED)
     if texts:
         rest = [f"{rows_of(wrong, entry.shape)} have other values"] if wrong else []
         return Difference(entry.key, texts[0][0], "; ".join([*(text for _, text in texts), *rest]))
@@ -67,25 +92,112 @@ def size_of(sums: Sums) -> float:
     return math.sqrt(sums.squares)
 
 
-def _known_elsewhere(entry: Entry, its: Sums, known: Known) -> tuple[str, str] | None:
+#: Where a table says that the rows of heads are in another order, and they are not.
+ORDERED = "has the rows of each head in the same order, which rotary embeddings of these names have otherwise"
+REARRANGED = "has an equal norm, and its values at other places, as transposed or permuted, or with other signs"
+
+#: Ranges of rows that a line has one by one.
+_RUNS = 4
+
+#: Sums of squares of the same elements in another order, in float64.
+_SAME_NORM = 1e-12
+#: The distance of tensors of one norm that are no rounding of each other.
+_APART = 0.01
+
+
+def _known_elsewhere(entry: Entry, other: Entry, known: Known) -> tuple[str, str] | None:
     """Tell a tensor of an earlier state, and that of another entry."""
-    hashes = hashes_of(its)
+    hashes = hashes_of(other.total)
     for state in known.earlier:
         old = state.entries.get(entry.key)
-        if old is not None and old.shape == entry.shape and hashes_of(old.total) == hashes:
-            return "stale", f"is that of {state.path}" + ("" if state.step is None else f", after step {state.step}")
-    if any(block.squares for block in its.blocks.values()):
-        for key in known.entries.get(hashes, ()):
-            if key != entry.key and key.section == entry.key.section:
-                return "another's", f"has the values of {key}"
+        if old is None or old.shape != entry.shape:
+            continue
+        if hashes_of(old.total) == hashes:
+            return "stale", f"is that of {_named(state)}"
+        kept = [one for one in other.parts if _has_kept(one, old, entry)]
+        if kept and len(kept) < len(other.parts):
+            return "stale", f"has the shard of {listed([one.source for one in kept])} of {_named(state)}"
+    if other.total.squares:
+        same = [key for key in known.entries.get(hashes, ()) if key.section in (entry.key.section, EXTRA)]
+        same.sort(key=lambda key: not key.name.endswith(f".{entry.key.name}"))
+        if same and entry.key not in same:
+            return "another's", _like(entry.key, same[0])
     return None
+
+
+def _has_kept(part: Holding, old: Entry, entry: Entry) -> bool:
+    """Whether a rank has the shard of an earlier state, which is not that of the right one as far as that is known."""
+    if part.box.is_full or not part.sums.squares:
+        return False
+    same = [one for one in old.parts if one.box == part.box and hashes_of(one.sums) == hashes_of(part.sums)]
+    right = [one for one in entry.parts if one.box == part.box and hashes_of(one.sums) == hashes_of(part.sums)]
+    return bool(same) and not right
+
+
+def _named(state: State) -> str:
+    return state.path + ("" if state.step is None else f", after step {state.step}")
+
+
+def _like(key: EntryKey, source: EntryKey) -> str:
+    """Say whose values an entry has; by the word in which the names differ, so that entries of a layer share a line."""
+    mine, its = key.name.split("."), source.name.split(".")
+    if key.key == source.key and len(mine) == len(its) and len(mine) > 2:
+        differing = [place for place, (one, two) in enumerate(zip(mine, its, strict=True)) if one != two]
+        if len(differing) == 1 and mine[differing[0]].isdigit():
+            until = differing[0] + 1
+            return f"has the values of its like in {'.'.join(its[:until])}"
+    if source.section != key.section and source.name.endswith(f".{key.name}"):
+        return f"has the values of its like in {source.name.removesuffix(f'.{key.name}')}"
+    return f"has the values of {source}"
+
+
+def _in_order(entry: Entry, other: Entry) -> Entry:
+    """Return an entry with its rows in that order for rotary embeddings in which it is nearest to the right one."""
+    if other.load is None:
+        if entry.load is not None:
+            for _, turned in rotated(entry.load()):
+                (its,) = blocks.sums([turned.contiguous()], [Box(entry.shape)])
+                if hashes_of(its) == hashes_of(other.total):
+                    return dataclasses.replace(other, held=[dataclasses.replace(entry.parts[0], sums=entry.total)])
+        return other
+    best, least = other.total, _distance(entry.total, other.total)
+    for _, turned in rotated(other.load()):
+        (its,) = blocks.sums([turned.contiguous()], [Box(other.shape)])
+        if hashes_of(its) == hashes_of(entry.total):
+            best = its
+            break
+        if (distance := _distance(entry.total, its)) < least:
+            best, least = its, distance
+    return dataclasses.replace(other, held=[Holding(other.held[0].source, Box(other.shape), best)])
+
+
+def _is_rearranged(mine: Sums, its: Sums) -> bool:
+    """Whether two tensors have one norm, to its last digits, and are far apart."""
+    is_same = 0 < mine.squares < math.inf and math.isclose(mine.squares, its.squares, rel_tol=_SAME_NORM)
+    return is_same and _distance(mine, its) > _APART
+
+
+def _stale_rows(entry: Entry, mine: Sums, other: Entry, wrong: list[int], known: Known) -> Iterator[tuple[str, str]]:
+    """Tell blocks that have the values of an earlier state."""
+    its = other.total
+    for state in known.earlier:
+        old = state.entries.get(entry.key)
+        if old is None or old.shape != entry.shape or old.dtype != other.dtype:
+            continue
+        kept = [n for n in wrong if _hash(old.total, n) == _hash(its, n) and _squares(its, n) > 0]
+        if kept:
+            yield "stale", f"{rows_of(kept, entry.shape)}{whose_of(entry, kept)} are those of {_named(state)}"
+            wrong[:] = [n for n in wrong if n not in kept]
 
 
 def _zeros(entry: Entry, mine: Sums, its: Sums, wrong: list[int]) -> Iterator[tuple[str, str]]:
     zeros = [n for n in wrong if _squares(its, n) == 0 and _squares(mine, n) > 0]
     if zeros:
-        all_of_it = len(zeros) == count_of_blocks(entry.shape)
-        yield "zeros", "is all zeros" if all_of_it else f"{rows_of(zeros, entry.shape)}{_whose(entry, zeros)} are zeros"
+        all_of_it = len(zeros) == blocks.count_of(entry.shape)
+        yield (
+            "zeros",
+            "is all zeros" if all_of_it else f"{rows_of(zeros, entry.shape)}{whose_of(entry, zeros)} are zeros",
+        )
         wrong[:] = [n for n in wrong if n not in zeros]
 
 
@@ -95,16 +207,20 @@ def _moved(entry: Entry, mine: Sums, its: Sums, wrong: list[int]) -> Iterator[tu
     swapped = {n: m for n, m in moved.items() if moved.get(m) == n}
     for first, second in _runs({n: m for n, m in swapped.items() if n < m}):
         yield "exchanged", f"{rows_of(first, entry.shape)} and {rows_of(second, entry.shape)} are exchanged"
-    for first, second in _runs({n: m for n, m in moved.items() if n not in swapped}):
-        text = f"{rows_of(first, entry.shape)}{_whose(entry, first)} have the values of"
-        yield "repeated", f"{text} {rows_of(second, entry.shape)}{_whose(entry, second)}".removesuffix(",")
+    runs = [*_runs({n: m for n, m in moved.items() if n not in swapped})]
+    if len(runs) > _RUNS:
+        yield "repeated", f"{rows_of([*moved], entry.shape)} have the values of other rows"
+        runs = []
+    for first, second in runs:
+        text = f"{rows_of(first, entry.shape)}{whose_of(entry, first)} have the values of"
+        yield "repeated", f"{text} {rows_of(second, entry.shape)}{whose_of(entry, second)}".removesuffix(",")
     wrong[:] = [n for n in wrong if n not in moved]
 
 
 def _sources_of(entry: Entry, mine: Sums, its: Sums, wrong: Sequence[int]) -> dict[int, int]:
     """Return where each wrong block was that another place has had; blocks of zeros are alike everywhere."""
     places: dict[int | None, int] = {}
-    for n in range(count_of_blocks(entry.shape)):
+    for n in range(blocks.count_of(entry.shape)):
         if _squares(mine, n) > 0:
             places.setdefault(_hash(mine, n), n)
     return {n: places[hashed] for n in wrong if (hashed := _hash(its, n)) is not None and hashed in places}
@@ -123,26 +239,44 @@ def _runs(moved: Mapping[int, int]) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def _by_values(entry: Entry, other: Entry) -> tuple[str, str] | None:
-    """Tell what only the values of a file show: a transpose of the same shape."""
-    if other.load is None or len(entry.shape) != 2 or entry.shape[0] != entry.shape[1]:
+    """Tell what only the values of a file show: a transpose of the same shape, and another order of rows of heads."""
+    if other.load is None:
         return None
-    return ("transposed", "is transposed") if _is(entry, other.load().t()) else None
+    tensor = other.load()
+    if len(entry.shape) == 2 and entry.shape[0] == entry.shape[1] and _is(entry, tensor.t()):
+        return "transposed", "is transposed"
+    for size, turned in rotated(tensor):
+        if _is(entry, turned):
+            return "order", f"has the rows of each head of {size} in the other order of rotary embeddings"
+    return None
 
 
 def _by_distance(entry: Entry, mine: Sums, its: Sums, wrong: Sequence[int]) -> Difference:
     where = (
-        "" if len(wrong) == count_of_blocks(entry.shape) else f" in {rows_of(wrong, entry.shape)}{_whose(entry, wrong)}"
+        ""
+        if len(wrong) == blocks.count_of(entry.shape)
+        else f" in {rows_of(wrong, entry.shape)}{whose_of(entry, wrong)}".removesuffix(",")
     )
     if not all(map(math.isfinite, its.sketch)) and all(map(math.isfinite, mine.sketch)):
         return Difference(entry.key, "not finite", f"is not finite{where}")
-    norm = sum(one * one for one in mine.sketch)
-    if norm == 0:
+    if not any(mine.sketch):
         return Difference(entry.key, "not zero", "is not zero as it was")
+    factor, rest = _factor(mine, its)
+    if not where and rest <= _eps(entry.dtype) and abs(factor - 1) > 4 * _eps(entry.dtype):
+        return Difference(entry.key, "factor", f"is {factor:.6g} times what it was")
+    distance = _distance(mine, its)
+    for bit, narrow in ((1, "bfloat16"), (2, "float16")):
+        if mine.digits & bit and not its.digits & bit and distance <= _eps(narrow):
+            return Difference(entry.key, "dtype", f"has values of {narrow} in {entry.dtype}", distance)
+    return Difference(entry.key, "values", f"differs{where}", distance)
+
+
+def _factor(mine: Sums, its: Sums) -> tuple[float, float]:
+    """Return the factor by which a tensor is nearest to another, and the distance that is left, of the other's norm."""
+    norm = sum(one * one for one in mine.sketch) or 1e-300
     factor = sum(one * two for one, two in zip(mine.sketch, its.sketch, strict=True)) / norm
     rest = sum((two - factor * one) ** 2 for one, two in zip(mine.sketch, its.sketch, strict=True)) / norm
-    if not where and math.sqrt(rest) <= _eps(entry.dtype) and abs(factor - 1) > 4 * _eps(entry.dtype):
-        return Difference(entry.key, "factor", f"is {factor:.6g} times what it was")
-    return Difference(entry.key, "values", f"differs{where}", _distance(mine, its))
+    return factor, math.sqrt(rest) / max(abs(factor), 1e-300)
 
 
 def _distance(mine: Sums, its: Sums) -> float:
@@ -150,18 +284,23 @@ def _distance(mine: Sums, its: Sums) -> float:
     return math.sqrt(difference / max(sum(one * one for one in mine.sketch), 1e-300))
 
 
-def _dtypes(entry: Entry, other: Entry, mine: Sums, its: Sums) -> Difference:
+def _dtypes(entry: Entry, other: Entry, mine: Sums, its: Sums, known: Known) -> Difference:
     distance = _distance(mine, its)
     rounding = max(_eps(entry.dtype), _eps(other.dtype))
     said = f"is {other.dtype} for {entry.dtype}"
     if distance <= rounding:
         return Difference(entry.key, "dtype", said, distance)
+    if (same := _known_elsewhere(entry, other, Known({}, known.earlier))) is not None:
+        return Difference(entry.key, same[0], f"{said}, and {same[1]}")
+    factor, rest = _factor(mine, its)
+    if rest <= rounding and abs(factor - 1) > rounding:
+        return Difference(entry.key, "scaled", f"{said}, and scaled, by {factor:.3g}, as a quantised tensor is")
     wrong = [
         n
-        for n in range(count_of_blocks(entry.shape))
+        for n in range(blocks.count_of(entry.shape))
         if not math.isclose(_squares(mine, n), _squares(its, n), rel_tol=8 * rounding, abs_tol=1e-300)
     ]
-    where = f", most in {rows_of(wrong, entry.shape)}" if 0 < len(wrong) < count_of_blocks(entry.shape) else ""
+    where = f", most in {rows_of(wrong, entry.shape)}" if 0 < len(wrong) < blocks.count_of(entry.shape) else ""
     return Difference(entry.key, "values", f"{said}, and differs by more than its rounding{where}", distance)
 
 
@@ -171,13 +310,25 @@ def _shapes(entry: Entry, other: Entry) -> tuple[str, str]:
     if other.numel == 0:
         return "empty", f"is an empty entry: {said}"
     if other.load is None:
-        return "shape", said
+        return _shapes_of_digests(entry, other, said)
     tensor = other.load()
     if len(entry.shape) == 2 and other.shape == entry.shape[::-1] and _is(entry, tensor.t()):
         return "transposed", f"is transposed: {said}"
     if (source := _owner_of(entry, tensor)) is not None:
         return "a shard", f"has the shard of {source} alone: {said}"
     return _padded(entry, other, tensor, said)
+
+
+def _shapes_of_digests(entry: Entry, other: Entry, said: str) -> tuple[str, str]:
+    """Tell a transpose or padding by the norm, where there are no values."""
+    if not 0 < entry.total.squares < math.inf:
+        return "shape", said
+    if math.isclose(entry.total.squares, other.total.squares, rel_tol=_SAME_NORM):
+        if other.shape == entry.shape[::-1]:
+            return "transposed", f"is transposed, by its norm: {said}"
+        if other.shape[1:] == entry.shape[1:] and other.shape[0] > entry.shape[0]:
+            return "padding", f"has {other.shape[0] - entry.shape[0]} rows of padding, by its norm: {said}"
+    return "shape", said
 
 
 def _owner_of(entry: Entry, tensor: torch.Tensor) -> str | None:
@@ -226,13 +377,6 @@ def _squares(sums: Sums, number: int) -> float:
     return 0.0 if found is None else found.squares
 
 
-def count_of_blocks(shape: Sequence[int]) -> int:
-    """Return the number of blocks of a tensor."""
-    if not math.prod(shape):
-        return 0
-    return -(-shape[0] // blocks.rows_of_block(shape)) if shape else 1
-
-
 def _eps(dtype: str) -> float:
     kind: Any = getattr(torch, dtype, None)
     return float(torch.finfo(kind).eps) if isinstance(kind, torch.dtype) and kind.is_floating_point else 0.0
@@ -252,7 +396,7 @@ def rows_of(numbers: Sequence[int], shape: Sequence[int]) -> str:
     return f"rows {', '.join(told)}{more} of {shape[0] if shape else 1}"
 
 
-def _whose(entry: Entry, numbers: Sequence[int]) -> str:
+def whose_of(entry: Entry, numbers: Sequence[int]) -> str:
     """Name the rank whose shard some blocks are, if they are one's."""
     chosen = set(numbers)
     for one in entry.parts:

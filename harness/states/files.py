@@ -54,6 +54,12 @@ def read(path: str | os.PathLike[str]) -> list[Entry]:
     return _folder(found) if found.is_dir() else _file(found)
 
 
+def has_trainer(path: str | os.PathLike[str]) -> bool:
+    """Whether it is a folder that has files of a trainer: an optimizer, a scheduler or states of generators."""
+    found = Path(path)
+    return found.is_dir() and any(_OF_TRAINERS.fullmatch(one.name) for one in folders.listed(found))
+
+
 def _file(path: Path, prefix: str = "") -> list[Entry]:
     size, source = door.size_of(path), door.printable(path.name)
     head = bytes(door.piece(path, 0, min(size, 512)))

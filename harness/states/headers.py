@@ -58,7 +58,9 @@ def _entries(path: Path, source: str) -> Iterator[Entry]:
         raise RecordError(f"it has more than {MOST_ENTRIES} entries")
     found, begin, end = [], _LENGTH + length, 0
     for name, told in header.items():
-        if name != _METADATA:
+        if _is_empty(told):
+            yield Entry(name, (0,), torch.uint8)
+        elif name != _METADATA:
             found.append((*_described(name, told), name))
     for start, stop, dtype, shape, name in sorted(found, key=lambda one: one[:2]):
         if start != end or begin + stop > size:
@@ -71,6 +73,11 @@ def _entries(path: Path, source: str) -> Iterator[Entry]:
         yield Entry(name, shape, dtype, (part,))
     if begin + end != size:
         raise RecordError(f"it has {size - begin - end} bytes after its last tensor")
+
+
+def _is_empty(told: Any) -> bool:
+    """Whether an entry has no bytes and no dtype, as a writer leaves it that was given a name and no tensor."""
+    return isinstance(told, dict) and told.get("dtype") == "" and told.get("data_offsets") == [0, 0]
 
 
 def _described(name: str, told: Any) -> tuple[int, int, torch.dtype, tuple[int, ...]]:

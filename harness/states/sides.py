@@ -5,8 +5,7 @@ import functools
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +13,9 @@ import torch
 
 from shardproof import door
 from shardproof.door import BadFile
-from shardproof.harness.states import blocks, files
+from shardproof.harness.states import blocks, files, maps
 from shardproof.harness.states.blocks import BlockSums, Sums
-from shardproof.harness.states.snapshot import EXTRA, MODEL, OPTIMIZER, UNCOMPARED, EntryLine, RankLine
+from shardproof.harness.states.snapshot import EXTRA, MODEL, OPTIMIZER, UNCOMPARED, EntryLine, RankLine, SumsLine
 from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.tensors.layouts import put_into
 from shardproof.harness.tensors.lines import box_of
@@ -37,11 +36,12 @@ class EntryKey(NamedTuple):
 
 @dataclasses.dataclass
 class Holding:
-    """The part of an entry that one rank, or one file, holds."""
+    """The part of an entry that one rank, or one file, holds; ``load`` reads it where it is in a file."""
 
     source: str
     box: Box
     sums: Sums
+    load: Callable[[], torch.Tensor] | None = None
 
 
 @dataclasses.dataclass
@@ -52,6 +52,10 @@ class Entry:
         held: what each rank or file holds of a tensor; empty for a value.
         values: of an entry that is no tensor, the value of each rank, as JSON.
         load: reads the full tensor, where the state is a file; None where only digests are known.
+        order: how a table says that its elements are ordered otherwise than in the other state: ``maps.ROTARY``,
+            ``maps.TRANSPOSED``, or empty.
+        unit: the name of the flat parameter of FSDP1 that has it.
+        offset: where it begins there.
     """
 
     key: EntryKey
@@ -65,6 +69,9 @@ class Entry:
     position: int | None = None
     tied: str = ""
     load: Callable[[], torch.Tensor] | None = None
+    order: str = ""
+    unit: str = ""
+    offset: int = 0
 
     @property
     def is_tensor(self) -> bool:
@@ -81,6 +88,13 @@ class Entry:
         """The sums of all parts, once all are held."""
         return blocks.total(one.sums for one in self.parts)
 
+    @functools.cached_property
+    def short(self) -> frozenset[int]:
+        """The blocks of which no rank and no file has all elements."""
+        held = {number: block.numel for number, block in self.total.blocks.items()}
+        every = range(blocks.count_of(self.shape) if self.held else 0)
+        return frozenset(number for number in every if held.get(number, 0) < blocks.numel_of(number, self.shape))
+
     @property
     def numel(self) -> int:
         """The number of elements of the full tensor."""
@@ -96,6 +110,8 @@ class State:
         what: what it is, for a headline: "2 ranks of a training", "a checkpoint".
         sources: the ranks or files, in their order.
         is_live: whether it is the snapshot of a training, of which all entries have sections.
+        is_folder: whether it is a folder of files.
+        is_whole: whether it is one with files of a trainer, which has more than the model.
     """
 
     path: str
@@ -104,6 +120,20 @@ class State:
     is_live: bool
     step: int | None = None
     entries: dict[EntryKey, Entry] = dataclasses.field(default_factory=dict)
+    is_folder: bool = False
+    is_whole: bool = False
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether it has the model alone by what it is: a receiver, or a format of Hugging Face's without a trainer."""
+        if self.is_live:
+            return not self.has_optimizer
+        return not self.is_whole and all(map(_OF_WEIGHTS.search, self.sources))
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it has the files of an adapter, which leave out what does not train."""
+        return any(one.startswith("adapter_model") for one in self.sources)
 
     @property
     def has_optimizer(self) -> bool:
@@ -117,8 +147,13 @@ def read(path: str) -> State:
     Raises:
         BadFile: it is neither, or a file is damaged; in one line.
     """
-    ranks = sorted(Path(path).glob("rank[0-9]*.jsonl")) if Path(path).is_dir() else []
+    ranks = rank_files(path)
     return _snapshot(path, ranks) if ranks else _checkpoint(path)
+
+
+def rank_files(path: str) -> list[Path]:
+    """Return the files of ranks that a snapshot has; none of a checkpoint."""
+    return sorted(Path(path).glob("rank[0-9]*.jsonl")) if Path(path).is_dir() else []
 
 
 class _Line(NamedTuple):
@@ -129,24 +164,26 @@ class _Line(NamedTuple):
     sums: Sums
 
 
-def _line(value: object) -> RankLine | _Line:
+def line_of(value: object) -> RankLine | _Line:
+    """Decode a line of a rank's file."""
     if not isinstance(value, Mapping):
         raise RecordError("a line is no object")
     if "world" in value:
         return decode(RankLine, value)
     fields = decode(EntryLine, value)
-    sketch = tuple(map(float, fields.sketch))
+    told = fields.sums or SumsLine()
+    sketch = tuple(map(float, told.sketch))
     if fields.dtype and len(sketch) != K:
         raise RecordError(f"sketch: a sketch has {K} numbers, and not {len(sketch)}")
-    held = {one.block: BlockSums(one.hash, float(one.squares), one.numel) for one in fields.blocks}
-    return _Line(fields, box_of(fields.shape, fields.dims, fields.flat), Sums(held, sketch))
+    held = {one.block: BlockSums(one.hash, float(one.squares), one.numel) for one in told.blocks}
+    return _Line(fields, box_of(fields.shape, fields.dims, fields.flat), Sums(held, sketch, told.digits))
 
 
 def _snapshot(path: str, ranks: Sequence[Path]) -> State:
     heads: list[RankLine] = []
     found = State(path, "", (), is_live=True)
     for file in ranks:
-        lines = door.lines(file, _line, may_be_cut=False)
+        lines = door.lines(file, line_of, may_be_cut=False)
         head = next(lines, None)
         if not isinstance(head, RankLine):
             raise BadFile(f"{file}: the first line says no rank: expected the file of a state")
@@ -170,10 +207,11 @@ def _snapshot(path: str, ranks: Sequence[Path]) -> State:
 def _add(state: State, line: _Line, source: str, file: Path) -> None:
     fields, shape = line.fields, line.box.shape
     key = EntryKey(fields.section, fields.name, fields.key)
-    made = Entry(
-        key, fields.kind, fields.dtype, shape, trains=fields.trains, stepped_by=fields.stepped_by,
-        position=fields.position, tied=fields.tied,
-    )  # fmt: skip
+    made = Entry(key, fields.kind, fields.dtype, shape, trains=fields.trains, tied=fields.tied)
+    if fields.stepper is not None:
+        made.stepped_by, made.position = fields.stepper.group, fields.stepper.position
+    if fields.unit is not None:
+        made.unit, made.offset = fields.unit.name, fields.unit.offset
     entry = state.entries.setdefault(key, made)
     if fields.value is not None:
         entry.values[source] = fields.value
@@ -183,6 +221,10 @@ def _add(state: State, line: _Line, source: str, file: Path) -> None:
         entry.held.append(Holding(source, line.box, line.sums))
 
 
+#: The names of files that have a model without its optimizer.
+_OF_WEIGHTS = re.compile(r"\.safetensors$|^pytorch_model.*\.bin$|^adapter_model.*\.bin$")
+
+
 # Checkpoints -------------------------------------------------------------------------------------
 
 
@@ -190,11 +232,12 @@ def _checkpoint(path: str) -> State:
     found = files.read(path)
     sources = tuple(dict.fromkeys(part.source for entry in found for part in entry.parts))
     state = State(
-        path, f"{len(found)} entries in {len(sources)} file{'s' if len(sources) != 1 else ''}", sources, False
-    )
+        path, f"{len(found)} entries in {len(sources)} file{'s' if len(sources) != 1 else ''}", sources, False,
+        is_folder=Path(path).is_dir(), is_whole=files.has_trainer(path),
+    )  # fmt: skip
     lists: dict[EntryKey, list[Any]] = {}
     for one in found:
-        key = _key_of(one.name)
+        key = _key_of(one.name, state.is_whole)
         if key.section == OPTIMIZER and key.key in UNCOMPARED:
             continue
         entry = Entry(key, "state" if key.section == OPTIMIZER else "", tied=one.tied)
@@ -212,7 +255,7 @@ def _checkpoint(path: str) -> State:
                 # One at a time, and let go of: a checkpoint is larger than memory.
                 tensor = part.load()
                 (its,) = blocks.sums([tensor], [part.box])
-                entry.held.append(Holding(part.source, part.box, its))
+                entry.held.append(Holding(part.source, part.box, its, part.load))
                 del tensor
             entry.load = _loader(one)
         state.entries[key] = entry
@@ -231,12 +274,17 @@ def _loader(entry: files.Entry) -> Callable[[], torch.Tensor]:
     return load
 
 
+#: What begins the entries of a trainer's files next to a model, of which a training has other forms, or none.
+_OF_TRAINER = re.compile(r"(scheduler|rng_state)(_\d+)?\.")
+
 #: What begins the entries of an optimizer in a file, and how its states are named: by numbers, or by parameters.
 _OF_OPTIMIZER = re.compile(r"(?:(?:.*\.)?(?:optim\w*|opt)\.)?(state|param_groups)\.(.*)$")
 
 
-def _key_of(name: str) -> EntryKey:
-    """Return the place of an entry of a file, by its name there."""
+def _key_of(name: str, has_trainer: bool) -> EntryKey:
+    """Return the place of an entry of a file, by its name there; a folder may have files of a trainer."""
+    if has_trainer and _OF_TRAINER.match(name):
+        return EntryKey(EXTRA, name)
     match = _OF_OPTIMIZER.match(name)
     if match is None:
         return EntryKey(MODEL, name)
@@ -274,19 +322,85 @@ def renamed(state: State, rules: Sequence[str]) -> State:
     return changed
 
 
-#: The most words that may precede a name.
-_MOST_WORDS = 5
+def mapped(state: State, named: str, to: State) -> State:
+    """Return a state with the names of another, by a table of rules or a function; fused tensors become their slices.
+
+    Args:
+        named: a table, its file, or a function; see ``maps.read``.
+        to: of which the names and shapes are wanted.
+
+    Raises:
+        BadFile: the table cannot be read, gives two entries one name, or a fused tensor cannot be cut; in one line.
+    """
+    every, function = maps.read(named)
+    names = [key.name for key in state.entries if key.section == MODEL]
+    wanted = {key.name for key in to.entries if key.section == MODEL}
+    rules, before = maps.chosen(every, names, wanted) if every else ((), "")
+    changed = dataclasses.replace(state, entries={})
+    for key, entry in state.entries.items():
+        own = key.name.removeprefix(before)
+        if function is not None and key.section in (MODEL, OPTIMIZER):
+            found = {key._replace(name=str(function(own) or own)): entry}
+        elif (rule := maps.rule_of(own, rules) if key.section in (MODEL, OPTIMIZER) else None) is None:
+            found = {key._replace(name=own if key.section == MODEL else key.name): entry}
+        else:
+            found = _by_rule(rule, own, entry, to)
+        for new, one in found.items():
+            if new in changed.entries:
+                raise BadFile(f"--map {named}: two entries get the name {new}, one of them {key}")
+            changed.entries[new] = dataclasses.replace(one, key=new)
+    return changed
 
 
-def _beginning(names: Iterable[str], wanted: Collection[str]) -> str:
-    """Return what most names begin with, words and dots, before one that is wanted; the shortest of several."""
-    counts = Counter({"": 0})
-    for name in names:
-        words = name.split(".")
-        for count in range(min(len(words), _MOST_WORDS + 1)):
-            if ".".join(words[count:]) in wanted:
-                counts["".join(f"{word}." for word in words[:count])] += 1
-    return max(counts, key=lambda one: (counts[one], -len(one)))
+def _by_rule(rule: maps.Rule, name: str, entry: Entry, to: State) -> dict[EntryKey, Entry]:
+    """Return the entries that one is by a rule, by their names there."""
+    if len(rule.new) == 1 and not rule.has_index and not (rule.note == maps.TRANSPOSED and entry.load):
+        tied = entry.tied and (rule.names(entry.tied) or (entry.tied,))[0]
+        new = entry.key._replace(name=(rule.names(name) or (name,))[0])
+        return {new: dataclasses.replace(entry, order=rule.note, tied=tied)}
+    if not entry.is_tensor or not entry.numel:
+        return {entry.key: entry}
+    if entry.load is None:
+        raise BadFile(
+            f"{name} is made of others ({rule.line[:200]}), and a snapshot has no values to cut: write it with "
+            "views=shardproof.views(..., like=...)"
+        )
+    shapes = {key.name: one.shape for key, one in to.entries.items() if (key.section, key.key) == entry.key[::2]}
+    try:
+        cut = maps.slices(rule, name, entry.load(), shapes)
+    except maps.NoFit as error:
+        raise BadFile(f"{name}: {error}") from None
+    found = {}
+    for one in cut:
+        (its,) = blocks.sums([one.tensor.contiguous()], [one.box])
+        held = [Holding(entry.held[0].source, one.box, its)]
+        load = functools.partial(_slice, rule, name, entry.load, shapes, one.name)
+        found[entry.key._replace(name=one.name)] = dataclasses.replace(
+            entry, shape=one.box.shape, held=held, load=load, tied=""
+        )
+    return found
+
+
+def _slice(
+    rule: maps.Rule, name: str, load: Callable[[], torch.Tensor], shapes: Mapping[str, tuple[int, ...]], wanted: str
+) -> torch.Tensor:
+    return next(one.tensor for one in maps.slices(rule, name, load(), shapes) if one.name == wanted)
+
+
+#: The name of an adapter within the names of its parameters, which PEFT's files leave out.
+_ADAPTER = re.compile(r"(\blora_\w+)\.[^.]+(\.weight|\.bias)?$")
+
+
+def _with_adapter(state: State, wanted: Collection[str]) -> State:
+    """Return a state whose names have the name of the adapter that those of the other state have."""
+    added = {_ADAPTER.sub(r"\1\2", name).rpartition("lora_")[2]: _ADAPTER.search(name) for name in wanted}
+    found = {}
+    for key, entry in state.entries.items():
+        match = added.get(key.name.rpartition("lora_")[2]) if "lora_" in key.name else None
+        if match is not None and not key.name.endswith(match[0]):
+            key = key._replace(name=f"{key.name.rpartition('lora_')[0]}{match[0]}")
+        found[key] = dataclasses.replace(entry, key=key)
+    return dataclasses.replace(state, entries=found)
 
 
 def aligned(state: State, to: State) -> tuple[State, str]:
@@ -296,7 +410,8 @@ def aligned(state: State, to: State) -> tuple[State, str]:
     the other's. States of an optimizer that have numbers get the names of the other's parameters.
     """
     wanted = {key.name for key in to.entries if key.section == MODEL}
-    best = _beginning((key.name for key in state.entries if key.section == MODEL), wanted)
+    state = _with_adapter(state, wanted)
+    best = maps.beginning([key.name for key in state.entries if key.section == MODEL], wanted.__contains__)
     numbers = {str(one.position): one.key.name for one in to.entries.values() if one.position is not None}
     changed = dataclasses.replace(state, entries={})
     for key, entry in state.entries.items():

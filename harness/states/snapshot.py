@@ -6,8 +6,9 @@ tensor is made, none is copied, and no collective is called, so a rank writes it
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from shardproof import folders
 from shardproof.harness.states.blocks import sums
+from shardproof.harness.states.units import Unit, places, units_of
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import layout_of
 from shardproof.harness.tensors.lines import Count, Name, Shape, Spanned
@@ -60,6 +62,33 @@ class BlockLine:
 
 
 @described()
+class SumsLine:
+    """The digest of what the rank holds of a tensor."""
+
+    blocks: Sequence[BlockLine] = says("its blocks", default=())
+    sketch: Sequence[Number] = says("its sketch", default=())
+    digits: Count = says(
+        "of float32: 1 if an element has more digits than bfloat16 has, and 2 more than float16", default=0
+    )
+
+
+@described()
+class UnitLine:
+    """The place of a parameter in a flat one of FSDP1."""
+
+    name: Name = says("the name of the flat parameter")
+    offset: Count = says("where the parameter begins there", default=0)
+
+
+@described()
+class StepperLine:
+    """The place of a parameter in an optimizer."""
+
+    group: Name = says("the class of the optimizer, and the number of its group")
+    position: Count = says("its number in the optimizer")
+
+
+@described()
 class EntryLine:
     """A tensor or a value."""
 
@@ -73,17 +102,17 @@ class EntryLine:
         "the ranges of each dimension that the rank holds; null for all", default=None
     )
     flat: Sequence[int] | None = says("a range in the flattened tensor that it holds", default=None)
-    blocks: Sequence[BlockLine] = says("its blocks", default=())
-    sketch: Sequence[Number] = says("the sketch of what it holds", default=())
+    sums: SumsLine | None = says("the digest of what it holds", default=None)
     trains: bool | None = says("whether a parameter requires gradients", default=None)
-    stepped_by: Name = says("of a parameter, the class and the number of the optimizer's group that has it", default="")
-    position: Count | None = says("of a parameter, its number in the optimizer", default=None)
+    stepper: StepperLine | None = says("of a parameter, its place in the optimizer that has it", default=None)
     tied: Name = says("the first name of the same parameter", default="")
+    unit: UnitLine | None = says("of a parameter, its place in a flat one of FSDP1", default=None)
     value: str | None = says("a value, as JSON", default=None)
 
 
-ViewsOf = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor] | None]
-"""Returns the parameters of another state that a tensor is made of, as views of it; None where it is one of them."""
+ViewsOf = Callable[[str, torch.Tensor], Mapping[str, torch.Tensor | tuple[torch.Tensor, Box]] | None]
+"""Returns the parameters of another state that a tensor is made of, as views of it, of a rank's part with its place in
+the full one; None where it is one of them."""
 
 
 class Found(NamedTuple):
@@ -121,20 +150,52 @@ def state(
             not say so itself.
         views: returns, from the name of a parameter and the tensor, the parameters that it is made of in the other
             state, by their names there, as views: of a fused ``qkv_proj.weight`` the slices ``q_proj.weight``,
-            ``k_proj.weight`` and ``v_proj.weight``. None for a parameter that is one in both. Only of full tensors.
+            ``k_proj.weight`` and ``v_proj.weight``. None for a parameter that is one in both. The tensor is full, or a
+            rank's plain one, of which each view has its place; ``shardproof.views()`` makes such a function.
 
     Raises:
         ValueError: the folder has a state of this rank, or cannot be written; or a sharded tensor has views.
     """
     models = as_list(model)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    path = Path(out) / f"rank{rank:05}.jsonl"
-    if path.exists():
+    place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    write(
+        models, as_list(optimizer), out=Path(out), place=place, step=step, scheduler=scheduler, extra=extra or {},
+        layout=layout, views=views,
+    )  # fmt: skip
+
+
+def write(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    out: Path,
+    place: tuple[int, int],
+    step: int | None,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+    layout: LayoutOf | None = None,
+    views: ViewsOf | None = None,
+    replaces: bool = False,
+    only: Collection[int] | None = None,
+) -> None:
+    """Write the file of a rank, as :func:`state` does, of which the other arguments are.
+
+    Args:
+        place: the rank, and the number of ranks.
+        replaces: whether the file of an earlier state is replaced.
+        only: the ids of the parameters of which states of optimizers are written; None for all.
+
+    Raises:
+        ValueError: see :func:`state`.
+    """
+    rank, world = place
+    path = out / f"rank{rank:05}.jsonl"
+    if path.exists() and not replaces:
         raise ValueError(f"state: {path} exists: name a folder that has no state of this rank")
     head = RankLine(
         version=VERSION, rank=rank, world=world, torch=torch.__version__, model=type(models[0]).__name__, step=step
     )
-    found = [*entries(models, as_list(optimizer), scheduler=scheduler, extra=extra or {}, layout=layout, views=views)]
+    found = [*entries(models, optimizers, scheduler=scheduler, extra=extra, layout=layout, views=views, only=only)]
     folders.write_file(path, "".join(json.dumps(encode(line)) + "\n" for line in (head, *_lines(found))))
 
 
@@ -152,7 +213,8 @@ def _lines(found: Sequence[Found]) -> Iterator[EntryLine]:
             ]
             fields |= {
                 "dtype": name_of(one.tensor.dtype), "shape": one.box.shape,
-                "dims": one.box.dims, "flat": one.box.flat, "blocks": blocks, "sketch": mine.sketch,
+                "dims": one.box.dims, "flat": one.box.flat,
+                "sums": SumsLine(blocks=blocks, sketch=mine.sketch, digits=mine.digits),
             }  # fmt: skip
         yield EntryLine(**fields)
 
@@ -160,6 +222,7 @@ def _lines(found: Sequence[Found]) -> Iterator[EntryLine]:
 def entries(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], *, scheduler: Any,
     extra: Mapping[str, Any], layout: LayoutOf | None, views: ViewsOf | None = None,
+    only: Collection[int] | None = None,
 ) -> Iterator[Found]:  # fmt: skip
     """Yield what this rank has of a training: parameters, buffers, optimizer states, settings, and other values."""
     watched = Model(layout)
@@ -168,31 +231,38 @@ def entries(
     names: dict[int, str] = {}
     boxes: dict[int, Box] = {}
     steppers = _steppers(optimizers)
+    flat = [*units_of(models)]
+    units, inside = {id(one.flat): one for one in flat}, places(flat)
     for root in models:
         for name, parameter in parameters_of(root):
+            if (unit := units.get(id(parameter))) is not None:
+                yield from _of_flat(unit, parameter, steppers.get(id(parameter)))
+                continue
             first = names.setdefault(id(parameter), name)
             place = watched.place(name, parameter)
             boxes[id(parameter)] = box = Box(tuple(parameter.shape)) if place is None else place.box
             fields = {
                 "section": MODEL, "name": name, "kind": "parameter", "trains": parameter.requires_grad,
-                "tied": first if first != name else "", **steppers.get(id(parameter), {}),
+                "tied": first if first != name else "", "stepper": steppers.get(id(parameter)),
             }  # fmt: skip
+            if (original := inside.get(name)) is not None:
+                fields["unit"] = UnitLine(name=original.unit, offset=original.start)
             yield from [Found(fields)] if first != name else _viewed(fields, local_of(parameter), box, views)
         yield from _buffers(root)
     for one in optimizers:
-        yield from _of_optimizer(one, names, boxes)
+        yield from _of_optimizer(one, names, boxes, units, only)
     if scheduler is not None:
         yield from _tree(SCHEDULER, "", scheduler.state_dict())
     yield from _tree(EXTRA, "", extra)
 
 
-def _steppers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, dict[str, Any]]:
-    """Return the fields that say which optimizer has a parameter, by its id."""
-    found: dict[int, dict[str, Any]] = {}
+def _steppers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, StepperLine]:
+    """Return which optimizer has a parameter, by its id."""
+    found: dict[int, StepperLine] = {}
     for one in optimizers:
         held = [(group, parameter) for group, its in enumerate(one.param_groups) for parameter in its["params"]]
         for position, (group, parameter) in enumerate(held):
-            found[id(parameter)] = {"stepped_by": f"{type(one).__name__}, group {group}", "position": position}
+            found[id(parameter)] = StepperLine(group=f"{type(one).__name__}, group {group}", position=position)
     return found
 
 
@@ -205,7 +275,28 @@ def _viewed(fields: Mapping[str, Any], tensor: torch.Tensor, box: Box, views: Vi
     if not box.is_full:
         raise ValueError(f"state: views of {fields['name']!r}, which is sharded: gather it, or leave views out")
     for name, view in its.items():
-        yield Found({**fields, "name": name}, view, Box(tuple(view.shape)))
+        part, place = view if isinstance(view, tuple) else (view, Box(tuple(view.shape)))
+        yield Found({**fields, "name": name}, part, place)
+
+
+def _of_flat(unit: Unit, parameter: nn.Parameter, stepper: StepperLine | None) -> Iterator[Found]:
+    """Yield the parameters of which a flat one is made."""
+    for one in unit.originals:
+        fields = {
+            "section": MODEL, "name": one.name, "kind": "parameter", "trains": parameter.requires_grad,
+            "tied": one.tied, "unit": UnitLine(name=one.unit, offset=one.start), "stepper": stepper,
+        }  # fmt: skip
+        yield Found(fields) if one.tied else Found(fields, *one.part(local_of(parameter), unit.begin))
+
+
+def _of_flat_state(unit: Unit, fields: Mapping[str, Any], value: torch.Tensor) -> Iterator[Found]:
+    """Yield the states of an optimizer of the parameters of which a flat one is made."""
+    for one in unit.originals if value.ndim else ():
+        if not one.tied:
+            yield Found({**fields, "name": one.name, "kind": "state"}, *one.part(local_of(value), unit.begin))
+    for one in unit.originals if not value.ndim else ():
+        if not one.tied:
+            yield _tensor({**fields, "name": one.name}, value)
 
 
 def _buffers(root: nn.Module) -> Iterator[Found]:
@@ -218,19 +309,28 @@ def _buffers(root: nn.Module) -> Iterator[Found]:
 
 
 def _of_optimizer(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], boxes: Mapping[int, Box]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    boxes: Mapping[int, Box],
+    units: Mapping[int, Unit],
+    only: Collection[int] | None = None,
 ) -> Iterator[Found]:
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key not in UNCOMPARED:
                 yield from _tree(OPTIMIZER, f"group {number}", value, key)
         for position, parameter in enumerate(group["params"]):
+            if only is not None and id(parameter) not in only:
+                continue
             name = names.get(id(parameter), f"{position} of group {number}")
             state = optimizer.state.get(parameter)
             for key, value in state.items() if isinstance(state, Mapping) else ():
                 fields = {"section": OPTIMIZER, "name": name, "key": str(key)}
                 if not isinstance(value, torch.Tensor):
                     yield from _tree(OPTIMIZER, name, value, str(key))
+                    continue
+                if (unit := units.get(id(parameter))) is not None:
+                    yield from _of_flat_state(unit, fields, value)
                     continue
                 box = boxes.get(id(parameter))
                 # A moment lies like its parameter; one of another size is a state of its own.

@@ -6,6 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,7 @@ from shardproof.harness.training.examination import Examination
 from shardproof.harness.training.exchange import Absent
 from shardproof.harness.training.findings import DoctorFinding, next_lines
 from shardproof.harness.training.followers import check_followers
+from shardproof.harness.training.leaving import StateWriter
 from shardproof.harness.training.looking import LookedAt, Looking
 from shardproof.harness.training.ranks import Ranks
 from shardproof.harness.training.roots import Mine, Roots, is_told, without_consequences, without_seeds
@@ -73,6 +75,8 @@ class Doctor(Watcher):
         report: a run file for the page and the gate, which rank 0 writes.
         patience: seconds to wait for the slowest rank at the end of a step.
         registered: registrations of parameters that were noted while the model was built.
+        state: a folder to which each rank writes the state of each root after the last watched step, with the
+            optimizers that step it, for ``shardproof state``; that of an earlier run is replaced.
 
     Attributes:
         findings: what was found, in the order of steps; equal on all ranks.
@@ -101,6 +105,7 @@ class Doctor(Watcher):
         report: str | os.PathLike[str] | None = None,
         patience: float = 120.0,
         registered: Ties | None = None,
+        state: str | os.PathLike[str] | None = None,
     ) -> None:
         if unknown := sorted(set(checks) - set(CHECKS)):
             raise NotWatchable(f"doctor: checks={unknown[0]!r}: no such check; known: {CHECKS[0]} to {CHECKS[-1]}")
@@ -111,6 +116,7 @@ class Doctor(Watcher):
         optimizers = as_list(optimizer)
         self._starts = Starts(mesh=mesh, groups=groups, data=data, ties=ties, registered=registered)
         self._on_finding, self._report = on_finding, report
+        self._states = StateWriter(None if state is None else Path(state), layout)
         family = Family()
         watch_by = functools.partial(
             Watch, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error, passes=self.passes,
@@ -394,6 +400,7 @@ class Doctor(Watcher):
             if self._on_finding != "collect":
                 self._say(self.summary())
             self._write_report()
+            self._write_states()
         if looks and self._ranks.are_even:
             self._begin_looks()
         if self._looking is None:
@@ -514,6 +521,14 @@ class Doctor(Watcher):
         else:
             if incomplete:
                 self._say_here(f"the report is incomplete ({incomplete}): {path}")
+
+    def _write_states(self) -> None:
+        """Write the state of each root; without a word between ranks, as one may have a full disk."""
+        roots = [self._watch.model.roots, *self._others.roots]
+        place = self._ranks.rank or 0, max(1, len(self._ranks.starts))
+        told = self._states.write(roots, self._others.labels(self._ranks.starts), place, self._watch.step)
+        if told and (not place[0] or "is not written" in told):
+            self._say_here(told)
 
     def _examinations(self) -> list[Examination]:
         return [self._examination, *(root.examination for root in self._roots)]

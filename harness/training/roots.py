@@ -149,6 +149,15 @@ class Mine:
         for one in self._all:
             yield from one.module.modules()
 
+    @property
+    def roots(self) -> list[list[nn.Module]]:
+        """The modules of each that the loop calls."""
+        return [one.watch.model.roots or [one.module] for one in self._all]
+
+    def labels(self, first: Sequence[Start]) -> list[str]:
+        """Return names of the first root and of these, as this rank has them."""
+        return labels(one.name for one in (*first[:1], *(one.start for one in self._all)))
+
     def tell(self, step: int) -> Telling:
         """Return what is new of them when a step of the first root ends."""
         rank = dist.get_rank() if dist.is_initialized() else 0

@@ -23,8 +23,8 @@ REPEATED = "each epoch has the order of the first"
 #: How many rows two ranks read that are no chance where no rank reads one twice.
 _FEWEST_AGAIN = 12
 
-#: Which part of the rows of a stream they are at least: streams of shards that are drawn have some on two ranks.
-_LEAST_AGAIN = 0.05
+#: Of so many rows of a stream they are one at least: streams of shards that are drawn have some on two ranks.
+_ONE_AGAIN_OF = 20
 
 #: How many times as many as those that one rank reads twice they are at least.
 _TIMES_OWN = 3
@@ -259,7 +259,7 @@ def _of_streams(readers: Sequence[Read]) -> Iterator[DoctorFinding]:
             count, parts = sum(map(len, rows)), [set(own) for own in rows]
             again, own = sum(map(len, parts)) - len(set().union(*parts)), count - sum(map(len, parts))
             # Rows that are alike by chance are so on one rank as often as on two.
-            is_chance = again < max(_FEWEST_AGAIN + _TIMES_OWN * own, _LEAST_AGAIN * count)
+            is_chance = again < max(_FEWEST_AGAIN + _TIMES_OWN * own, count / _ONE_AGAIN_OF)
             # Ranks that read the same from the begin on are seen in the steps.
             if is_chance or len(set(map(tuple, rows))) == 1:
                 continue

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardproof.harness.judging import numerics
 from shardproof.harness.tensors.fingerprints import host_rows
 from shardproof.harness.watching.optimizers import parameters_in
 from shardproof.harness.watching.records import Missed, Undone
@@ -27,12 +28,6 @@ _FEWEST_KEYS = 2
 
 #: How many steps after a load may undo it.
 _MOST_STEPS = 4
-
-#: Of the size of values the least by which a load changes them, and of this change the most that is left of it.
-_LEAST_CHANGE, _MOST_LEFT = 0.25, 0.1
-
-#: How much may be changed of loaded values when the next step begins.
-_AS_LOADED = 0.05
 
 
 @dataclasses.dataclass
@@ -159,8 +154,8 @@ class Loads:
                 self._look(one)
             elif (now := one.now()) is not None:
                 change = _distance(one.after, one.before)
-                is_much = change > _LEAST_CHANGE * _distance(one.before)
-                one.is_there = is_much & (_distance(now, one.after) <= _AS_LOADED * change)
+                is_much = change > numerics.LOAD_CHANGES * _distance(one.before)
+                one.is_there = is_much & (_distance(now, one.after) <= numerics.LOAD_IS_THERE * change)
         self._loaded = [one for one in self._loaded if one.steps <= _MOST_STEPS or one.is_back]
 
     def after_step(self, optimizer: Any) -> None:
@@ -181,7 +176,7 @@ class Loads:
     @torch.no_grad()
     def _look(self, one: _Loaded) -> None:
         if one.is_there is not None and len(one.is_back) < _MOST_STEPS and (now := one.now()) is not None:
-            one.is_back.append(_distance(now, one.before) <= _MOST_LEFT * _distance(one.after, one.before))
+            one.is_back.append(_distance(now, one.before) <= numerics.LOAD_IS_UNDONE * _distance(one.after, one.before))
 
 
 def _sample(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -4,16 +4,25 @@ import contextlib
 import importlib.util
 import os
 import pathlib
+import re
 import runpy
 import sys
+import traceback
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
 
 from shardproof.harness.watching.records import NotWatchable
 
 #: The folders of this package, under the names by which its files are imported.
 OWN = tuple({str(pathlib.Path(__file__).parents[2]), str(pathlib.Path(__file__).resolve().parents[1])})
+
+#: The folder of torch, and the modules there that begin collectives and wait for them.
+_TORCH = f"{pathlib.Path(torch.__file__).parent}{os.sep}"
+_COLLECTIVES = tuple(f"distributed{os.sep}{name}.py" for name in ("distributed_c10d", "_functional_collectives"))
+_IN_VAIN = re.compile(r"timed? ?out|connection", re.IGNORECASE)
 
 
 def without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
@@ -24,6 +33,19 @@ def without_own_frames(trace: types.TracebackType | None) -> types.TracebackType
     if file.startswith(OWN) or file in ("<frozen runpy>", runpy.__file__):
         return rest
     return types.TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
+
+
+def collective_of(error: BaseException) -> str:
+    """Return which line of user code began the collective in which a rank has waited in vain; empty if it was none."""
+    if not isinstance(error, RuntimeError) or not _IN_VAIN.search(str(error)):
+        return ""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = max((n for n, (code, _) in enumerate(frames) if not code.co_filename.startswith(_TORCH)), default=-1)
+    if own < 0 or not any(code.co_filename.endswith(_COLLECTIVES) for code, _ in frames[own + 1 :]):
+        return ""
+    code, line = frames[own]
+    name = "" if code.co_name.startswith("<") else f" in {code.co_name}()"
+    return f"{os.path.basename(code.co_filename)}:{line}{name}"
 
 
 def run(arguments: Sequence[str]) -> None:

@@ -60,6 +60,11 @@ class Watcher(contextlib.AbstractContextManager[Any]):
         if self._watch.is_attached and self._watch.last:
             # The user's exception passes as it is, with what the step had reached.
             error.add_note(f"shardproof {self.name}: the step had reached: {self._watch.last}")
+        if line := script.collective_of(error):
+            error.add_note(
+                f"shardproof {self.name}: this rank waited in a collective that it began at {line}: each rank of its "
+                "group must begin it, and another one may be elsewhere"
+            )
         if not self._is_over:
             self._abandon(error)
         self._detach()

@@ -88,13 +88,20 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def split(arguments: Sequence[str], *, flags: Collection[str] = ()) -> tuple[list[str], list[str]]:
+def split(
+    arguments: Sequence[str], *, flags: Collection[str] = (), optional: Collection[str] = ()
+) -> tuple[list[str], list[str]]:
     """Split arguments into the options of a command, and a script with its own arguments.
 
     Args:
         flags: the command's options that take no value.
+        optional: those whose value may be left out, before an option or a script "*.py".
     """
     without_value = {*flags, "-h", "--help", "--"}
+    for place, one in enumerate(arguments):
+        following = arguments[place + 1 : place + 2]
+        if one in optional and (not following or following[0].startswith("-") or following[0].endswith(".py")):
+            without_value.add(one)
     position = 0
     while position < len(arguments) and arguments[position].startswith("-") and arguments[position] != "-m":
         position += 1 if arguments[position] in without_value or "=" in arguments[position] else 2

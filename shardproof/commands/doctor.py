@@ -27,7 +27,7 @@ exit codes: the script's own; with --strict 1 if there are findings; 2 an option
 
 def doctor(arguments: Sequence[str]) -> int:
     """Run a script under the doctor; the exit code is the script's, or 1 with ``--strict`` and a finding, or 2."""
-    own, script = commands.split(arguments, flags=("--strict",))
+    own, script = commands.split(arguments, flags=("--strict",), optional=("--state",))
     options = _parser().parse_args(own)
     from shardproof.harness.training.doctor import CHECKS, Doctor
     from shardproof.harness.watching import script as run_script
@@ -40,7 +40,7 @@ def doctor(arguments: Sequence[str]) -> int:
         steps = commands.numbers("doctor", options.steps)
         with contextlib.closing(Ties()) as ties, Doctor(
             data=options.data or DATA, steps=steps, checks=options.checks or CHECKS, report=options.report,
-            patience=options.patience, registered=ties,
+            patience=options.patience, registered=ties, state=_folder(options.state, options.report),
         ) as watching:  # fmt: skip
             run_script.run(script)
     except NotWatchable as error:
@@ -78,6 +78,13 @@ def _judged(watching: "Doctor", has_ended: bool) -> judgement.Judgement:
     return judgement.of("doctor", items, summary, is_judged=has_ended and summary != _UNSEEN)
 
 
+def _folder(named: str | None, report: str | None) -> str | None:
+    """Return the folder of the state: that which is named, or one next to the report."""
+    if named != "":
+        return named
+    return "shardproof-state" if report is None else f"{report.removesuffix('.json')}.state"
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
@@ -91,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=_names, metavar="DIMS", help="mesh dimensions whose ranks read different data")
     add("--checks", type=_names, metavar=",".join([*codes.CHECKS][:2]), help="the checks to make; all by default")
     add("--report", metavar="FILE", help="write a run file for the page and the gate")
+    add("--state", nargs="?", const="", metavar="FOLDER", help="write the state after the last watched step, for "
+        "shardproof state; by default next to the report, or to shardproof-state")  # fmt: skip
     add("--strict", action="store_true", help="exit with 1 if there are findings")
     add("--patience", type=float, default=120.0, metavar="SECONDS", help="how long to wait for the slowest rank")
     judgement.add_option(parser)

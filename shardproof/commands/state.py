@@ -20,6 +20,7 @@ examples:
   shardproof state before after             what was resumed is what was saved
   shardproof state checkpoint/              what a file has
   shardproof state now file.pt --earlier step0 --earlier step5
+  shardproof state titan hf/ --map hf-llama
   shardproof state now adapter/ --rename 'lora_(.)=lora_\\1.default'
 
 A state is a folder that shardproof.state(model, optimizer, out=...) wrote, or a checkpoint: a file of torch.save or
@@ -33,23 +34,32 @@ exit codes: 0 nothing differs; 1 something does; 2 a state cannot be read"""
 def state(arguments: Sequence[str]) -> int:
     """Print a state, or compare two; the exit code is 0 if nothing differs, 1 if something does, 2 for bad input."""
     options = _parser().parse_args(arguments)
-    from shardproof.harness.states import comparing, sides
+    from shardproof.harness.states import comparing, flat, sides
 
     a = sides.read(options.a)
     if options.b is None:
         found = [*comparing.check(a)]
         lines = [*_summary(a), "", *comparing.lines(found)] if found else _summary(a)
         return _print(lines, found, options.json)
-    b, prefix = sides.aligned(sides.renamed(sides.read(options.b), options.rename), a)
-    earlier = [sides.aligned(sides.read(one), a)[0] for one in options.earlier]
+
+    def read(path: str) -> tuple["State", str]:
+        state = flat.unflattened(sides.renamed(sides.read(path), options.rename), a)
+        return sides.aligned(sides.mapped(state, options.map, a) if options.map else state, a)
+
+    b, prefix = read(options.b)
+    earlier = [read(one)[0] for one in options.earlier]
     found = [
         *(one._replace(text=f"in {a.path}: {one.text}") for one in comparing.check(a)),
-        *(one._replace(text=f"in {b.path}: {one.text}") for one in comparing.check(b)),
+        *(one._replace(text=f"in {b.path}: {one.text}") for one in comparing.check(b, a)),
         *comparing.compare(a, b, earlier=earlier),
     ]
     begins = f", whose names begin with {prefix!r}" if prefix else ""
-    head = [f"{a.path}: {a.what}", f"{b.path}: {b.what}{begins}"]
-    return _print([*head, "", *(comparing.lines(found) if found else ["nothing differs"])], found, options.json)
+    alone = ", the model alone" if comparing.has_model_alone(b, earlier) and a.has_optimizer else ""
+    frozen = comparing.without_frozen(a, b)
+    alone += f", without {len(frozen)} entries that do not train" if frozen else ""
+    head = [f"{a.path}: {a.what}", f"{b.path}: {b.what}{begins}{alone}"]
+    told = comparing.lines(found, a.entries) if found else ["nothing differs"]
+    return _print([*head, "", *told], found, options.json)
 
 
 def _summary(state: "State") -> list[str]:
@@ -90,4 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rename", action="append", default=[], metavar="REGEX=NEW", help="replace this part of the "
                         "names of B, as re.sub() does; may be repeated")  # fmt: skip
     judgement.add_option(parser)
+    parser.add_argument("--map", metavar="TABLE", help="names of B by a table: hf-llama, engine, or another of "
+                        "docs/state.md; a file with lines 'OLD -> NEW'; or FILE.py:FUNCTION")  # fmt: skip
     return parser

@@ -44,14 +44,15 @@ class Net(nn.Module):
         return self.head(self.norm(self.down(self.up(self.words(x)).relu())))  # type: ignore[no-any-return]
 
 
-def made(kind: str) -> nn.Module:
-    """The model under an implementation."""
+def made(kind: str, state: dict[str, torch.Tensor] | None = None) -> nn.Module:
+    """The model under an implementation, with a state that it had before."""
     torch.manual_seed(0)
-    model, world = Net(is_tied=kind not in ("fsdp1", "untied")), dist.get_world_size()
+    model, world = Net(is_tied=kind not in ("fsdp1", "flat", "untied")), dist.get_world_size()
+    model.load_state_dict(state or {}, strict=False)
     if kind == "ddp":
         return DistributedDataParallel(model)
-    if kind == "fsdp1":
-        return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    if kind in ("fsdp1", "flat"):
+        return FullyShardedDataParallel(model, use_orig_params=kind == "fsdp1", device_id=torch.device("cpu"))
     if kind in ("fsdp2", "hsdp", "tp"):
         shape, names = {"fsdp2": ((world,), ("dp",)), "hsdp": ((2, world // 2), ("rep", "dp"))}.get(
             kind, ((world // 2, 2), ("dp", "tp"))

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import pathlib
 import subprocess
 import sys
 
@@ -123,6 +124,38 @@ def test_an_exception_of_user_code_passes_with_a_note(model, traces):
         raise mine
     assert caught.value is mine and mine.args == ("mine",)
     assert mine.__notes__ == ["shardproof doctor: the step had reached: backward of '0.weight'"]
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "is_named"),
+    [
+        ("distributed_c10d", "RuntimeError('Timed out waiting 25000ms for send operation')", True),
+        ("_functional_collectives", "RuntimeError('Connection closed by peer')", True),
+        ("distributed_c10d", "ValueError('timeout')", False),
+        ("distributed_c10d", "RuntimeError('Invalid scalar type')", False),
+        ("rpc/api", "RuntimeError('Timed out')", False),
+    ],
+)
+def test_a_collective_that_others_did_not_begin_is_named_by_its_line(module, error, is_named):
+    found = {}
+    file = f"{pathlib.Path(torch.__file__).parent}/distributed/{module}.py"
+    exec(compile(f"def gather():\n    raise {error}", file, "exec"), found)
+
+    def export():
+        found["gather"]()
+
+    with pytest.raises((RuntimeError, ValueError)) as caught, doctor(nn.Linear(2, 2)):
+        export()
+    notes = getattr(caught.value, "__notes__", [])
+    assert (
+        notes
+        == [
+            f"shardproof doctor: this rank waited in a collective that it began at "
+            f"test_doctor.py:{export.__code__.co_firstlineno + 1} in export(): each rank of its group must begin "
+            "it, and another one may be elsewhere"
+        ]
+        * is_named
+    )
 
 
 def test_a_loop_without_steps(model, traces, capsys):

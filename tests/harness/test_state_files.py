@@ -636,6 +636,7 @@ def pickle_of(path):
     return content.pop("data.pkl"), {name[5:]: one for name, one in content.items() if name.startswith("data/")}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["archive", "tensors", "fsdp1", "fsdp2", "safetensors", "metadata"])
 def test_damage_anywhere_is_one_line_or_is_read(tmp_path, written, kind):
     """Bytes that change, and a file that ends early; values that are read have the shape that is said."""
