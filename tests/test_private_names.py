@@ -414,9 +414,7 @@ def test_a_torch_of_tomorrow(tmp_path):
 def test_the_command_lists_what_is_missing():
     path = "torch._C._current_graph_task_id"
     done = python("-m", "shardproof", "torch-names", PYTHONPATH=HIDING, TORCH_LACKS=path, code=1)
-    assert (
-        f"\n  {path}\n    for counting recomputations, and random numbers that they draw; without it: these cases are unmet\n"
-        in done.stdout
-    )
+    purpose = "counting recomputations, and random numbers that they draw"
+    assert f"\n  {path}\n    for {purpose}; without it: these cases are unmet\n" in done.stdout
     wrong = python("-m", "shardproof", "torch-names", "--what")
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)

@@ -195,8 +195,8 @@ CHECKS = _by_code([
          "each gradient is one factor times the sum of the gradients that all ranks computed from all microbatches",
          "see its signature", _INCIDENTS + "g02_no_sync"),
     Code(ONE_FACTOR, "one-factor",
-         "all parameters have the same factor (a note where a whole class of modules has another one, as in muP, and of "
-         "experts that DDP ignores)",
+         "all parameters have the same factor (a note where a whole class of modules has another one, as in muP, and "
+         "of experts that DDP ignores)",
          "reduce and scale all of them alike", _LOOPS + "wrong factor"),
     Code(COLLECTIVES, "collectives-agree",
          "the members of a group issue the same collectives, reductions by the same operator, as far as they are "
@@ -262,7 +262,8 @@ CHECKS = _by_code([
          _LATER + "scheduled for each microbatch"),
     Code(STANDS, "what-was-set-stays",
          "training modes of modules, and equal states of random generators of ranks, are in later steps as they were "
-         "in the watched ones, and generators that differed between ranks are not in one state; groups of an optimizer that were given different learning rates do not step by one "
+         "in the watched ones, and generators that differed between ranks are not in one state; groups of an "
+         "optimizer that were given different learning rates do not step by one "
          "(notes)",
          "call `model.train()` after an evaluation, draw there by a generator of its own, and scale the rate of each "
          "group by its own",

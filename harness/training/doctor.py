@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,14 @@ OnFinding = Literal["raise", "warn", "collect"]
 
 class Unhealthy(RuntimeError):
     """A step has findings; every rank raises it at the end of the same step. The text has all of them."""
+
+
+class _Output(NamedTuple):
+    """Where the doctor's findings go, and the states of the roots."""
+
+    on_finding: OnFinding
+    report: str | os.PathLike[str] | None
+    states: StateWriter
 
 
 class Doctor(Watcher):
@@ -115,8 +123,7 @@ class Doctor(Watcher):
         self._models = as_list(model)
         optimizers = as_list(optimizer)
         self._starts = Starts(mesh=mesh, groups=groups, data=data, ties=ties, registered=registered)
-        self._on_finding, self._report = on_finding, report
-        self._states = StateWriter(None if state is None else Path(state), layout)
+        self._output = _Output(on_finding, report, StateWriter(None if state is None else Path(state), layout))
         family = Family()
         watch_by = functools.partial(
             Watch, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error, passes=self.passes,
@@ -365,7 +372,7 @@ class Doctor(Watcher):
             new = dataclasses.replace(new, root=new.root or names[number])
             self._found.append(new)
             errors += [] if new.is_note else [new]
-            if self._on_finding != "collect":
+            if self._output.on_finding != "collect":
                 self._say(new.render())
         if may_raise:
             self._raise(errors)
@@ -379,7 +386,7 @@ class Doctor(Watcher):
         return names if has_more else [""]
 
     def _raise(self, errors: Sequence[DoctorFinding]) -> None:
-        if errors and self._on_finding == "raise":
+        if errors and self._output.on_finding == "raise":
             self._detach()
             raise Unhealthy("\n".join(one.render() for one in errors))
 
@@ -397,7 +404,7 @@ class Doctor(Watcher):
         else:
             errors = self._end_all()
             self._raise(errors)
-            if self._on_finding != "collect":
+            if self._output.on_finding != "collect":
                 self._say(self.summary())
             self._write_report()
             self._write_states()
@@ -461,7 +468,7 @@ class Doctor(Watcher):
         looking, self._looking = self._looking, None
         if looking is not None:
             looking.__exit__(None, None, None)
-            if (said := looking.said()) and self._on_finding != "collect":
+            if (said := looking.said()) and self._output.on_finding != "collect":
                 self._say(said)
             self._detach_but_read()
 
@@ -499,7 +506,7 @@ class Doctor(Watcher):
         if seen and seen[-1].step >= self._steps[-1]:  # it only waited for further roots, which are to come no more
             self._is_over = True
             self._end_all()
-            if self._on_finding != "collect":
+            if self._output.on_finding != "collect":
                 self._say(self.summary())
             self._write_report()
             return
@@ -509,10 +516,10 @@ class Doctor(Watcher):
     def _write_report(self, incomplete: str = "") -> None:
         """Write the run file on rank 0, if one is asked for; a loop that made no process group has the launcher's."""
         rank = int(os.environ.get("RANK", "0")) if self._ranks.rank is None else self._ranks.rank
-        if self._report is None or rank != 0:
+        if self._output.report is None or rank != 0:
             return
         # As a run does: an incomplete one leaves the file of an earlier one, which readers refuse then.
-        path = os.fspath(self._report) + (PARTIAL if incomplete else "")
+        path = os.fspath(self._output.report) + (PARTIAL if incomplete else "")
         try:
             seen = next((one.seen for one in self._examinations() if one.seen), [])
             report.write(path, self.findings, seen, self._examination.checks, incomplete=incomplete)
@@ -526,7 +533,7 @@ class Doctor(Watcher):
         """Write the state of each root; without a word between ranks, as one may have a full disk."""
         roots = [self._watch.model.roots, *self._others.roots]
         place = self._ranks.rank or 0, max(1, len(self._ranks.starts))
-        told = self._states.write(roots, self._others.labels(self._ranks.starts), place, self._watch.step)
+        told = self._output.states.write(roots, self._others.labels(self._ranks.starts), place, self._watch.step)
         if told and (not place[0] or "is not written" in told):
             self._say_here(told)
 
