@@ -50,6 +50,9 @@ class Observer(Ender, Protocol):
     def on_zero_grad(self) -> None:
         """Before gradients are zeroed by an optimizer or a module."""
 
+    def on_wrapper_forward(self, wrapper: nn.Module) -> None:
+        """Before the forward of DistributedDataParallel, also where user code calls ``forward()`` past its hooks."""
+
     def on_unscale(self) -> None:
         """Before a loss scaler unscales the gradients of an optimizer."""
 
@@ -135,7 +138,9 @@ class Listener:
     def on_nothing(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing about a call."""
 
-    on_norm = on_backward = on_zero_grad = on_unscale = on_scaler_update = on_engine_step = on_nothing
+    on_norm = on_backward = on_zero_grad = on_wrapper_forward = on_unscale = on_scaler_update = on_engine_step = (
+        on_nothing
+    )
     on_engine_stepped = on_cross_entropy = on_collective = on_destroy = on_nothing
     on_unscaling = on_group = on_schedule = on_state_dict = on_load = on_loaded = on_nothing
 
@@ -399,6 +404,8 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
             yield path, _before_clip(clip)
     yield "torch.nn.functional.cross_entropy", _after_cross_entropy(nn.functional.cross_entropy)
     yield "torch.autograd.backward", _before_backward(torch.autograd.backward)
+    wrapper = nn.parallel.DistributedDataParallel
+    yield "torch.nn.parallel.DistributedDataParallel.forward", _before_wrapper_forward(wrapper.forward)
     yield "torch.optim.Optimizer.zero_grad", _before_zero_grad(torch.optim.Optimizer.zero_grad)
     yield "torch.nn.Module.zero_grad", _before_zero_grad(nn.Module.zero_grad)
     stepped: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
@@ -486,6 +493,17 @@ def _after_update(function: Callable[..., Any], stepped: "weakref.WeakSet[torch.
         return result
 
     return update
+
+
+def _before_wrapper_forward(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            for one in _observers:
+                one.on_wrapper_forward(self)
+        return function(self, *args, **kwargs)
+
+    return forward
 
 
 def _before_zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:

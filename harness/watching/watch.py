@@ -605,6 +605,14 @@ class Watch:
         self._now.note_zeroed()
 
     @guarded
+    def on_wrapper_forward(self, wrapper: nn.Module) -> None:
+        # It broadcasts buffers before the module inside of it begins, and so waits for ranks that wait for this one.
+        if not self._forward.depth and torch.is_grad_enabled() and inner_of(wrapper) in self.model.roots:
+            self.end_step()
+            if self.is_attached and self.is_watching:
+                self._note_left()
+
+    @guarded
     def on_unscale(self) -> None:
         self._now.norms.unscale(self._now.drops.seen.norms)
 

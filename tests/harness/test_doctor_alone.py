@@ -21,6 +21,22 @@ NOT_REDUCED = "gradients are not reduced [D11, S2]"
 SCALES = "ranks scale gradients differently [D10, S6]"
 FACTORS = "parameters have different factors [D12, S1]"
 DIFFER = "replicas differ [D2, S9]"
+SKIPS = "some ranks skip a step [D1, S9]"
+
+
+# Ranks that do not step
+
+
+def past_hooks(data, steps_on=(0, 1)):
+    """User code calls ``forward()`` of DDP, which broadcasts statistics before a module inside of it begins."""
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    optimizer = sgd(model)
+    for inputs, labels in data.batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model.forward(inputs), labels).backward()
+        if data.rank in steps_on:
+            optimizer.step()
 
 
 # Ranks that train by themselves
@@ -232,6 +248,7 @@ def zeroed(data):
 
 #: Healthy loops: the notes that are printed.
 HEALTHY = {
+    "past the hooks": (past_hooks, set()),
     "outer steps, clipped": (lambda data: outer_steps(data, clip_alone), {NOT_REDUCED}),
     "outer steps, normalized": (lambda data: outer_steps(data, scale_alone, make=sgd), {NOT_REDUCED}),
     "outer steps, weighed": (lambda data: outer_steps(data, functools.partial(weigh_alone, data=data)), {NOT_REDUCED}),
@@ -249,6 +266,7 @@ HEALTHY = {
 
 #: Loops with a mistake, and all that is said.
 BROKEN = {
+    "one rank does not step, past the hooks": (lambda data: past_hooks(data, steps_on=(1,)), SKIPS),
     "weighed under DDP": (lambda data: changed(data, weigh_alone), DIFFER),
     "weighed under FSDP2": (lambda data: changed(data, weigh_alone, wrap=fully_shard), SCALES),
     "clipped by limits of ranks under FSDP2": (lambda data: changed(data, clip_by_rank, wrap=fully_shard), SCALES),
