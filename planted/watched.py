@@ -17,11 +17,15 @@ from shardproof.harness.adapters.base import Adapter
 from shardproof.harness.adapters.reference import ReferenceAdapter, ReferenceFlatAdapter
 from shardproof.harness.adapters.torch_fsdp import TorchFsdpAdapter
 from shardproof.harness.adapters.torch_fully_shard import TorchFullyShardAdapter
+from shardproof.harness.judging import codes
 from shardproof.harness.training import doctor, ranks
 from shardproof.harness.training.exchange import Exchange
 
 #: Seconds that a rank waits for the others at the end of a step.
 _PATIENCE = 20.0
+
+#: All but that of copies: the samples of them that are held are more than a rank's share of models as small as these.
+_CHECKS = tuple(one for one in doctor.CHECKS if one != codes.FOLLOWERS)
 
 
 @functools.cache
@@ -37,7 +41,7 @@ class _Unseen(Exchange):
         self.rank, self.size, self._patience = dist.get_rank(), dist.get_world_size(), patience
         self._group = _group()
 
-    def _meet(self) -> None:
+    def _meet(self, patience: float) -> None:
         """Leave it to the first gather to wait."""
 
     def _gather(self, parts: list[torch.Tensor], mine: torch.Tensor) -> None:
@@ -70,7 +74,7 @@ class Watched(Adapter):
             patch.setattr(ranks, "Exchange", _Unseen)
             self._doctor = _Strict(
                 self.module, self.optimizer, mesh=None, groups=None, data=doctor.DATA, steps=range(1000),
-                checks=doctor.CHECKS, ties=(), layout=None, on_finding="raise", report=None, patience=_PATIENCE,
+                checks=_CHECKS, ties=(), layout=None, on_finding="raise", report=None, patience=_PATIENCE,
             ).__enter__()  # fmt: skip
 
     def teardown(self) -> None:

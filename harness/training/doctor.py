@@ -122,7 +122,9 @@ class Doctor(Watcher):
             raise NotWatchable(f"doctor: on_finding={on_finding!r}: expected 'raise', 'warn' or 'collect'")
         self._models = as_list(model)
         optimizers = as_list(optimizer)
-        self._starts = Starts(mesh=mesh, groups=groups, data=data, ties=ties, registered=registered)
+        self._starts = Starts(
+            mesh=mesh, groups=groups, data=data, ties=ties, registered=registered, copies=codes.FOLLOWERS in checks
+        )  # fmt: skip
         self._output = _Output(on_finding, report, StateWriter(None if state is None else Path(state), layout))
         family = Family()
         watch_by = functools.partial(

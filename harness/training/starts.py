@@ -31,6 +31,7 @@ class Starts:
         data: the names of mesh dimensions over which ranks have different data.
         ties: names of parameters that are one parameter.
         registered: registrations of parameters that were noted while the models were built.
+        copies: whether copies of the roots are looked for, of which samples are held.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class Starts:
         data: Sequence[str],
         ties: Sequence[Sequence[str]],
         registered: Ties | None,
+        copies: bool = True,
     ) -> None:
+        self._copies = copies
         self._mesh, self._groups, self._data = mesh, dict(groups or {}), tuple(data)
         self._ties, self._registered = [tuple(names) for names in ties], registered
         self._followers, self._crossings = Followers(), Crossings()
@@ -55,7 +58,9 @@ class Starts:
             call: how user code names it; empty where that is not known.
             has_more: whether optimizers have parameters of other models.
         """
-        model.followers, model.crossings = self._followers.begin(id(model), roots), self._crossings.begin()
+        model.crossings = self._crossings.begin()
+        if self._copies:
+            model.followers = self._followers.begin(id(model), roots)
         wrappers = wrappers_of(roots)
         groups = groups_of(roots, wrappers, mesh=self._mesh, groups=self._groups, data=self._data)
         parameters = list(model.parameters())
