@@ -102,7 +102,7 @@ def train(compiles, is_around=False, **options):
 
 @pytest.fixture
 def traces():
-    # Optimizers that a test before has left in circles would be of roots to come, for which the doctor waits with a hook.
+    # The doctor would wait, with a hook, for the roots of optimizers that earlier tests have left in circles.
     gc.collect()
     made = Traces(nn.Linear(1, 1))
     yield made
