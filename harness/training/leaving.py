@@ -1,6 +1,5 @@
 """Writes the state of each root when the last watched step has ended, for ``shardproof state``."""
 
-import gc
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import nn
 
 from shardproof.harness.states import snapshot
 from shardproof.harness.watching.model import LayoutOf
-from shardproof.harness.watching.names import parameters_of
+from shardproof.harness.watching.names import objects_of, parameters_of
 from shardproof.harness.watching.optimizers import optimizers_of_process, parameters_in
 
 
@@ -62,9 +61,8 @@ class StateWriter:
 
 def _scheduler_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
     """Return the scheduler of some optimizers; None where there is none, or there are several."""
-    kind = torch.optim.lr_scheduler.LRScheduler
-    found = [one for one in gc.get_objects() if issubclass(type(one), kind)]
-    found = [one for one in found if any(getattr(one, "optimizer", None) is each for each in optimizers)]
+    every = objects_of(torch.optim.lr_scheduler.LRScheduler)
+    found = [one for one in every if any(getattr(one, "optimizer", None) is each for each in optimizers)]
     inside = {id(inner) for one in found for inner in getattr(one, "_schedulers", ())}
     outer = [one for one in found if id(one) not in inside]
     return outer[0] if len(outer) == 1 else None

@@ -21,6 +21,7 @@ from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.hooks import quiet
 from shardproof.harness.watching.loads import Loads
+from shardproof.harness.watching.names import objects_of
 from shardproof.harness.watching.optimizers import STEPS, optimizers_of_process, parameters_in
 from shardproof.harness.watching.records import ActRecord, Idle, Levelled, Pace
 
@@ -337,17 +338,13 @@ def _has_replaced(stepping: Any, optimizer: Any) -> bool:
     if len(one) < 2 or one != other:
         return False
     mine = {id(each) for each in parameters_in(optimizer)}
-    modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
+    modules = objects_of(nn.Module)
     return not any(id(each) in mine for module in modules for each in vars(module).get("_parameters", {}).values())
 
 
 def _is_scheduled(one: _Stepped) -> bool:
     """Whether a scheduler of the process has an optimizer."""
-    return any(each.optimizer is one.optimizer() for each in _schedulers())
-
-
-def _schedulers() -> list[LRScheduler]:
-    return [one for one in gc.get_objects() if issubclass(type(one), LRScheduler)]
+    return any(each.optimizer is one.optimizer() for each in objects_of(LRScheduler))
 
 
 def _is_dropped(ref: weakref.ref[Any]) -> bool:
@@ -357,7 +354,7 @@ def _is_dropped(ref: weakref.ref[Any]) -> bool:
     """
     referrers = gc.get_referrers(ref())
     count = sys.getrefcount(ref()) - 1  # that of the argument
-    of_schedulers = {id(each) for one in _schedulers() for each in (one, one.__dict__)}
+    of_schedulers = {id(each) for one in objects_of(LRScheduler) for each in (one, one.__dict__)}
     is_mine = [
         id(one) in of_schedulers or (isinstance(one, types.MethodType) and one.__self__ is ref()) for one in referrers
     ]

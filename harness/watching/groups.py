@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from shardproof.harness.tensors import private
-from shardproof.harness.watching.names import meshes_of_units, modules_of, parameters_of
+from shardproof.harness.watching.names import meshes_of_units, modules_of, objects_of, parameters_of
 from shardproof.harness.watching.records import Groups, NotWatchable, Reducers
 
 #: The names of mesh dimensions over which ranks have different data, as trainers call them.
@@ -82,9 +82,8 @@ def wrappers_of(models: Sequence[nn.Module]) -> Wrappers:
     """Return the wrappers of models, by one walk over all objects of the process."""
     mine = {id(model) for model in models}
     around = []
-    for one in gc.get_objects():
-        # Not by isinstance, which asks proxies of dead objects.
-        if not issubclass(type(one), nn.Module) or not _is_wrapper(one):
+    for one in objects_of(nn.Module):
+        if not _is_wrapper(one):
             continue
         if id(one) not in mine and any(id(module) in mine for module in one.modules()):
             around.append(one)

@@ -4,7 +4,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.tensors import private
 from shardproof.harness.tensors.trees import tensors_of
+
+_T = TypeVar("_T")
 
 #: The attribute under which a wrapper keeps the module that it wraps, by the name of the wrapper's class.
 _INNER = {
@@ -147,6 +149,12 @@ def _units_of(root: nn.Module) -> Iterator[Any]:
             yield from (state._fsdp_param_group,) * (state._fsdp_param_group is not None) if groups is None else groups
 
 
+def objects_of(kind: type[_T]) -> list[_T]:
+    """Return the objects of the process that are of a class."""
+    # Not by isinstance, which asks proxies of dead objects.
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether the forward of a module runs compiled; its hooks would be traced, and would change what is compiled."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
@@ -154,8 +162,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def compiled_in_place() -> list[nn.Module]:
     """Return the modules of the process that were compiled by ``module.compile()``."""
-    modules = (one for one in gc.get_objects() if issubclass(type(one), nn.Module))
-    return [one for one in modules if vars(one).get("_compiled_call_impl") is not None]
+    return [one for one in objects_of(nn.Module) if vars(one).get("_compiled_call_impl") is not None]
 
 
 def compiles() -> bool:

@@ -1,6 +1,5 @@
 """What the optimizers of a process have: parameters of the model, of other models, and dead ones."""
 
-import gc
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardproof.harness.tensors.trees import local_of
-from shardproof.harness.watching.names import sharded_by_gathered, unwrapped
+from shardproof.harness.watching.names import objects_of, sharded_by_gathered, unwrapped
 from shardproof.harness.watching.records import Optimizer
 
 AGE = "step"
@@ -76,7 +75,7 @@ STEPS = StepHooks()
 
 def optimizers_of_process() -> list[torch.optim.Optimizer]:
     """Return the optimizers of this process."""
-    return [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+    return objects_of(torch.optim.Optimizer)
 
 
 def parameters_in(optimizer: Any) -> list[torch.Tensor]:

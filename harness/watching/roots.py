@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import itertools
 import linecache
 import os
@@ -22,6 +21,7 @@ from shardproof.harness.watching.names import (
     as_list,
     is_wrapped,
     kind_of,
+    objects_of,
     parameters_of,
     sharded_by_gathered,
     unwrapped,
@@ -199,7 +199,7 @@ class Family:
 
 def outermost_of_optimizers() -> list[str]:
     """Return the classes of the modules of the process that are in no other, and have parameters of optimizers."""
-    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    modules = objects_of(nn.Module)
     inside = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
     held = parameters_of_optimizers()
     found = [one for one in modules if id(one) not in inside and any(id(p) in held for _, p in parameters_of(one))]
@@ -209,7 +209,7 @@ def outermost_of_optimizers() -> list[str]:
 def _are_of_modules(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether a module of the process has one of these parameters, or gathered ones in the place of them."""
     ids = {id(one) for one in parameters}
-    for module in (one for one in gc.get_objects() if issubclass(type(one), nn.Module)):
+    for module in objects_of(nn.Module):
         if any(id(one) in ids for one in vars(module).get("_parameters", {}).values()):
             return True
         if issubclass(type(module), FSDPModule) and any(id(one) in ids for one in sharded_by_gathered(module).values()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from shardproof.harness.watching.model import Model
-from shardproof.harness.watching.names import parameters_of
+from shardproof.harness.watching.names import objects_of, parameters_of
 from shardproof.harness.watching.optimizers import have_shapes, parameters_in
 
 #: How often a process is searched for one.
@@ -46,7 +45,7 @@ class Successors:
 
     def _alike(self, root: nn.Module, held: set[int]) -> Iterator[nn.Module]:
         places = {name: self._model.place(name, one) for name, one in parameters_of(root)}
-        for module in gc.get_objects():
+        for module in objects_of(type(root)):
             if type(module) is not type(root) or module is root or module in self._former:
                 continue
             own = dict(parameters_of(module))
