@@ -88,12 +88,17 @@ def step(model, optimizer, microbatches, mesh, scheduler, average):
     average.update(model)
 
 
-def save(model, optimizer, scheduler, loader, average, folder, step):
+def states_of(model, optimizer):
     parameters, states = get_state_dict(model, optimizer)
     if MISTAKE == "moments":
         for group in states["param_groups"][1:]:
             for name in group["params"]:
                 del states["state"][name]
+    return parameters, states
+
+
+def save(model, optimizer, scheduler, loader, average, folder, step):
+    parameters, states = states_of(model, optimizer)
     averages = {str(number): value for number, value in enumerate(average.values)}
     dcp.save({"model": parameters, "optimizer": states, "average": averages}, checkpoint_id=folder)
     own = {"step": step, "scheduler": scheduler.state_dict(), "read": loader.read, "random": torch.get_rng_state()}
@@ -101,11 +106,7 @@ def save(model, optimizer, scheduler, loader, average, folder, step):
 
 
 def load(model, optimizer, scheduler, loader, average, folder):
-    parameters, states = get_state_dict(model, optimizer)
-    if MISTAKE == "moments":
-        for group in states["param_groups"][1:]:
-            for name in group["params"]:
-                del states["state"][name]
+    parameters, states = states_of(model, optimizer)
     averages = {str(number): value for number, value in enumerate(average.values)}
     wanted = {"model": parameters, "optimizer": states}
     dcp.load(wanted if MISTAKE == "average" else wanted | {"average": averages}, checkpoint_id=folder)

@@ -138,7 +138,7 @@ class TrainingPart:
             self._train(step)
             self._state(f"step{step + 1}", step + 1)
         folders.make(self._folder / "checkpoint")
-        handle = self._save()
+        handle = self._called("save")
         self._state("saved", after)
         exchange(None)
         for step in range(after, last):
@@ -151,7 +151,7 @@ class TrainingPart:
 
     def resume(self, exchange: Exchange) -> None:
         """Load, and train the steps that the run has trained after its checkpoint."""
-        returned = self._load()
+        returned = self._called("load")
         exchange(None)
         start = self._start_of(returned)
         self._state("resumed", self._request.save_and_resume)
@@ -163,19 +163,13 @@ class TrainingPart:
         self._end(more)
         exchange(None)
 
-    def _save(self) -> Any:
-        function, folder = self._caller.functions.save, self._folder / "checkpoint"
-        with self._calls.of("save()"):
-            if function is None:
-                return checkpointing.save(self._made.model, self._made.optimizer, folder, self.objects)
-            return function(**by_name(function, self._given(folder)))
-
-    def _load(self) -> Any:
-        function, folder = self._caller.functions.load, self._folder / "checkpoint"
-        with self._calls.of("load()"):
-            if function is None:
-                return checkpointing.load(self._made.model, self._made.optimizer, folder, self.objects)
-            return function(**by_name(function, self._given(folder)))
+    def _called(self, name: str) -> Any:
+        """Call the user's function "save" or "load", or else that of torch's checkpoints."""
+        own, folder = getattr(self._caller.functions, name), self._folder / "checkpoint"
+        with self._calls.of(f"{name}()"):
+            if own is None:
+                return getattr(checkpointing, name)(self._made.model, self._made.optimizer, folder, self.objects)
+            return own(**by_name(own, self._given(folder)))
 
     def _given(self, folder: Path) -> dict[str, Any]:
         return {

@@ -48,8 +48,7 @@ def check(arguments: Sequence[str]) -> int:
 
         with contextlib.suppress(OSError):  # pytest says it
             forkserver.start()
-    from shardproof.harness.training.request import COMMAND, VARIABLE, NotCheckable, functions_of
-    from shardproof.harness.training.starting import record_of
+    from shardproof.harness.training.request import COMMAND, NotCheckable, functions_of
 
     try:
         request = _request(options)
@@ -73,16 +72,9 @@ def check(arguments: Sequence[str]) -> int:
     os.environ[COMMAND] = shlex.join(["python", "-m", "shardproof", "check", *arguments])
     if request.save_and_resume:
         return _save_and_resume(request, options)
-    os.environ[VARIABLE] = request.dumps()
     with tempfile.TemporaryDirectory(prefix="shardproof-check-") as folder:
-        report = options.report or os.path.join(folder, "run.json")
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
-            code = _run(request, options, report)
-        record = record_of(report)
-    if record is None:
-        # Ranks of torchrun besides the first have none.
-        print(said.getvalue() if code else "", end="", file=sys.stderr)
+        code, record = _recorded(request, options, options.report or os.path.join(folder, "run.json"))
+    if record is None:  # as of ranks of torchrun besides the first
         return code
     code = _say(request, record)
     if refused := judgement.write(options.json, _judged(record, code)):
@@ -111,6 +103,24 @@ def _save_and_resume(request: Request, options: argparse.Namespace) -> int:
 def _part(request: Request, options: argparse.Namespace, report: str) -> int:
     """Run one of the two parts, and print how it ended, but not that the first one has been saved."""
     from shardproof.harness.training import user_calls
+
+    code, record = _recorded(request, options, report)
+    if record is None:
+        return code or commands.BAD_INPUT
+    if record.verdict is Verdict.PASS and not request.readers:
+        return 0
+    line = "" if record.verdict is Verdict.PASS else user_calls.line_of(pathlib.Path(request.shared), request)
+    line = f"{_title(request)}: {line}" if line else ""
+    code = _say(request, record, line)
+    return judgement.write(options.json, _judged(record, code, line)) or code
+
+
+def _title(request: Request) -> str:
+    return f"{request.model}, {request.implementation}, mesh {request.mesh_text}"
+
+
+def _recorded(request: Request, options: argparse.Namespace, report: str) -> tuple[int, CaseRecord | None]:
+    """Run a check, and return its exit code and its record; of a run without one, print why."""
     from shardproof.harness.training.request import VARIABLE
     from shardproof.harness.training.starting import record_of
 
@@ -121,15 +131,7 @@ def _part(request: Request, options: argparse.Namespace, report: str) -> int:
     record = record_of(report)
     if record is None:
         print(said.getvalue() if code else "", end="", file=sys.stderr)
-        return code or commands.BAD_INPUT
-    if record.verdict is Verdict.PASS:
-        return _say(request, record) if request.readers else 0
-    line = user_calls.line_of(pathlib.Path(request.shared), request)
-    return _say(request, record, f"{_title(request)}: {line}" if line else "")
-
-
-def _title(request: Request) -> str:
-    return f"{request.model}, {request.implementation}, mesh {request.mesh_text}"
+    return code, record
 
 
 def _run(request: Request, options: argparse.Namespace, report: str) -> int:
@@ -169,14 +171,15 @@ def _say(request: Request, record: CaseRecord, line: str = "") -> int:
     return 1
 
 
-def _judged(record: CaseRecord, code: int) -> judgement.Judgement:
+def _judged(record: CaseRecord, code: int, line: str = "") -> judgement.Judgement:
+    """Return the judgement of a check; a line stands for the text of what failed, as where it is printed."""
     if record.failure is None:
         text = "\n".join(record.missing or (_facts(record) if record.own is not None else ()))
         return judgement.of("check", (), text, is_judged=code == 0)
     failure, own = record.failure, record.own
     where = {name: value for name in ("stage", "step", "name", "rank", "element")
              if (value := getattr(failure, name)) is not None}  # fmt: skip
-    title, *lines = failure.text.splitlines() or [record.verdict]
+    title, *lines = (line or failure.text).splitlines() or [record.verdict]
     codes = [own.signature] if own is not None and own.signature else []
     item = judgement.Item(kind="divergence", title=title, codes=codes, lines=lines, where=where)
     return judgement.of("check", [item], f"reproduce: {record.reproduction}")

@@ -107,12 +107,14 @@ def test_a_file_that_a_rank_lacks_is_one_line():
 
 @pytest.mark.nightly
 def test_the_resumed_part_has_processes_of_its_own(tmp_path):
-    done = checked("--mesh", "2", "--keep", str(tmp_path), "--report", str(tmp_path / "run.json"))
+    report, found = (str(tmp_path / name) for name in ("run.json", "found.json"))
+    done = checked("--mesh", "2", "--keep", str(tmp_path / "kept"), "--report", report, "--json", found)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(pathlib.Path(found).read_text())["verdict"] == "nothing found"
     first, _, agree = done.stdout.splitlines()
     assert first.endswith("1 steps agree with the run that was saved after 2 steps and went on")
     assert agree == "  agree     the state after load() and all steps are equal bit by bit"
-    ids = [json.loads(file.read_text())["process"] for file in tmp_path.glob("*-rank?.json")]
+    ids = [json.loads(file.read_text())["process"] for file in (tmp_path / "kept").glob("*-rank?.json")]
     assert len(set(ids)) == 4
 
 
@@ -121,9 +123,11 @@ def test_the_resumed_part_has_processes_of_its_own(tmp_path):
     "mistake, stage",
     [("moments", "moments"), ("scheduler", "learning rates"), ("loader", "data position"), ("average", "average")],
 )  # fmt: skip
-def test_the_mistakes_of_the_example(mistake, stage):
-    done = checked("--mesh", "2", MISTAKE=mistake)
+def test_the_mistakes_of_the_example(mistake, stage, tmp_path):
+    done = checked("--mesh", "2", "--json", str(tmp_path / "found.json"), MISTAKE=mistake)
     assert done.returncode == 1 and f"resumed after 2 steps: {stage}: " in done.stdout, done.stdout + done.stderr
+    (item,) = json.loads((tmp_path / "found.json").read_text())["items"]
+    assert f"fail  {item['title']}" == done.stdout.splitlines()[0]
 
 
 @pytest.mark.nightly
