@@ -406,9 +406,7 @@ class Doctor(Watcher):
         else:
             errors = self._end_all()
             self._raise(errors)
-            if self._output.on_finding != "collect":
-                self._say(self.summary())
-            self._write_report()
+            self._sum_up()
             self._write_states()
         if looks and self._ranks.are_even:
             self._begin_looks()
@@ -508,12 +506,16 @@ class Doctor(Watcher):
         if seen and seen[-1].step >= self._steps[-1]:  # it only waited for further roots, which are to come no more
             self._is_over = True
             self._end_all()
-            if self._output.on_finding != "collect":
-                self._say(self.summary())
-            self._write_report()
+            self._sum_up()
             return
         self._add_waiting()
         self._write_report(f"the training ended with {type(error).__name__}")
+
+    def _sum_up(self) -> None:
+        """Print the summary, and write the report."""
+        if self._output.on_finding != "collect":
+            self._say(self.summary())
+        self._write_report()
 
     def _write_report(self, incomplete: str = "") -> None:
         """Write the run file on rank 0, if one is asked for; a loop that made no process group has the launcher's."""
@@ -551,7 +553,7 @@ class Doctor(Watcher):
             for name, (starts, one) in zip(names, every, strict=True)
             if one.seen
         ]
-        return report.summary(judged, self.findings, [*self._roots.unseen]) if judged else "no step was seen"
+        return report.summary(judged, self.findings, [*self._roots.unseen]) if judged else report.UNSEEN
 
     def _say(self, text: str) -> None:
         if not self._ranks.rank:

@@ -33,6 +33,9 @@ _MOST_MODULES = 5
 
 _NEVER_SEEN = "whether the factor is right for this loss; mistakes that are the same on all ranks"
 
+UNSEEN = "no step was seen"
+"""The summary before a step is complete."""
+
 
 class Judged(NamedTuple):
     """A root of which steps were judged.

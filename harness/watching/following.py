@@ -19,7 +19,7 @@ from shardproof.harness.tensors.layouts import layout_of, part_of
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.followers import MOST, FollowerSearch, LikePart
-from shardproof.harness.watching.hooks import Hook
+from shardproof.harness.watching.hooks import Hook, quiet
 from shardproof.harness.watching.names import name_of
 from shardproof.harness.watching.optimizers import STEPS, parameters_in
 from shardproof.harness.watching.records import Follower, Look
@@ -53,18 +53,6 @@ def has_statistics(module: nn.Module) -> bool:
     if not isinstance(module, _NORMS) or not module.track_running_stats:
         return False
     return module.running_mean is not None and module.momentum != 0
-
-
-def _quiet(method: Callable[..., None]) -> Callable[..., None]:
-    """Let an error of ours be none of user code."""
-
-    @functools.wraps(method)
-    def quiet(self: Any, *args: Any, **kwargs: Any) -> None:
-        with contextlib.suppress(Exception), torch.no_grad():
-            method(self, *args, **kwargs)
-
-    disabled: Callable[..., None] = torch.compiler.disable(quiet)
-    return disabled
 
 
 @dataclasses.dataclass
@@ -218,7 +206,8 @@ class _OfRoot:
                 hook = Hook(functools.partial(self._on_forward, weakref.ref(one), name))
                 self._handles.append(module.register_forward_pre_hook(hook))
 
-    @_quiet
+    @quiet
+    @torch.no_grad()
     def _on_forward(self, ref: weakref.ref[_One], name: str, module: nn.Module, args: Any) -> None:
         one = ref()
         if one is None or self._looks >= _LOOKS:
@@ -255,7 +244,8 @@ class _OfRoot:
             self._look_again()
         return [one.take() for one in self._all if one.looks_begun]
 
-    @_quiet
+    @quiet
+    @torch.no_grad()
     def _look_again(self) -> None:
         self._all = [one for one in self._all if one.is_there]
         for one in self._all:
@@ -293,17 +283,20 @@ class Followers(calls.Listener):
         self._look(one)
         return one.take
 
-    @_quiet
+    @quiet
+    @torch.no_grad()
     def _look(self, one: _OfRoot) -> None:
         one.look()
 
-    @_quiet
+    @quiet
+    @torch.no_grad()
     def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         """Look at them, if a step has ended since the last look."""
         for one in self._of.values():
             one.on_backward()
 
-    @_quiet
+    @quiet
+    @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         mine = parameters_in(optimizer)
         self._stepped.update(dict.fromkeys(mine))

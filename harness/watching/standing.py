@@ -76,7 +76,7 @@ class Standings:
         self._generator = state
         frozen = {name: one for name, one in parameters if not one.requires_grad}
         return Standing(
-            StandingRecord(generators, only_seeds, modes_of(roots), others=others),
+            StandingRecord(generators, only_seeds, _training_modes(roots), others=others),
             buffers,
             dict(zip(frozen, bits_of_all([local_of(one) for one in frozen.values()]), strict=True)),
             {name: far for name, one in frozen.items() if (far := self._distance(name, one)) is not None},
@@ -95,7 +95,7 @@ class Standings:
         return far
 
 
-def modes_of(roots: Sequence[nn.Module]) -> dict[str, bool]:
+def _training_modes(roots: Sequence[nn.Module]) -> dict[str, bool]:
     """Return whether modules are in training mode, of those whose forward looks at it, by canonical name."""
     found = (item for root in roots for item in modules_of(root))
     return {name: module.training for name, module in found if _has_modes(module)}

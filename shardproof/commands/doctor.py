@@ -55,15 +55,13 @@ def doctor(arguments: Sequence[str]) -> int:
     return refused or int(options.strict and any(not one.is_note for one in watching.findings))
 
 
-#: What the doctor's summary is before a step is complete.
-_UNSEEN = "no step was seen"
-
-
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
 def _judged(watching: "Doctor", has_ended: bool) -> judgement.Judgement:
+    from shardproof.harness.training.report import UNSEEN
+
     items = [
         judgement.Item(
             kind="note" if one.is_note else "finding",
@@ -75,7 +73,7 @@ def _judged(watching: "Doctor", has_ended: bool) -> judgement.Judgement:
         for one in watching.findings
     ]
     summary = watching.summary()
-    return judgement.of("doctor", items, summary, is_judged=has_ended and summary != _UNSEEN)
+    return judgement.of("doctor", items, summary, is_judged=has_ended and summary != UNSEEN)
 
 
 def _folder(named: str | None, report: str | None) -> str | None:
