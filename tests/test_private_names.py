@@ -36,6 +36,7 @@ OF_OBJECTS = {
     "of the registry of groups, which the table has": {"_pg_coalesce_state"},
     "of the state of FSDP2's units, which the table has": {"_fsdp_param_group", "_fsdp_param_groups"},
     "a documented member of a public enumeration": {"_HYBRID_SHARD_ZERO2"},
+    "of schedulers that are made of others, which say nothing without it": {"_schedulers"},
     "of nodes of a graph of autograd, which say nothing without them": {
         "_forward_cls", "_saved_other", "_saved_reduction",
     },
