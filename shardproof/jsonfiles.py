@@ -53,6 +53,8 @@ def described(*, frozen: bool = True) -> Callable[[type[T]], type[T]]:
 
 # Encoding: dataclasses to JSON values.
 
+_PLAIN = frozenset({str, int, bool, type(None)})
+
 
 def encode(value: Any) -> Any:
     """Return a dataclass, or data that contain some, as plain JSON values.
@@ -60,9 +62,16 @@ def encode(value: Any) -> Any:
     Numbers that JSON lacks become the strings "nan", "inf" and "-inf"; any other object becomes its name or its
     representation.
     """
+    if type(value) in _PLAIN:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found = {one.name: (one, encode(getattr(value, one.name))) for one in _fields_of(type(value))}
-        return {name: told for name, (one, told) in found.items() if told != one.default}
+        found = {}
+        for one in _fields_of(type(value)):  # fast: a training waits while many lines are encoded
+            its = getattr(value, one.name)
+            if its is one.default or (told := encode(its)) == one.default:
+                continue
+            found[one.name] = told
+        return found
     if isinstance(value, Mapping):
         return {str(key): encode(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -2,26 +2,34 @@
 
 A full tensor is divided along its first dimension into at most :data:`MOST` blocks of equally many rows. A block has a
 hash and the sum of its squares. The hash is a sum over the block's elements, modulo 2^64, of the bits of an element
-times a number that depends on its position in the block alone. The hash of a block is therefore the sum of those of its
-parts, exactly, whatever cuts it, and equal blocks have equal hashes wherever they stand. A tensor also has the sketch
-of ``tensors.fingerprints``, by which distances are known between tensors that are not equal.
+times an odd number for its row in the block and one for its place in the row. The hash of a block is therefore the sum
+of those of its parts, exactly, whatever cuts it, and equal blocks have equal hashes wherever they stand. A tensor also
+has the sketch of ``tensors.fingerprints``, by which distances are known between tensors that are not equal.
 """
 
+import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from shardproof.harness.tensors.fingerprints import Box, K, digests, host_rows, strided, words_of
+from shardproof.harness.states.cuts import Piece, extent, pieces
+from shardproof.harness.tensors.fingerprints import Box, K, strided, words_of
 from shardproof.harness.tensors.pieces import Spans
 
 MOST = 64
 """The most blocks of a tensor."""
 
-#: Elements whose positions are made at a time: int64, in some four copies.
-_CHUNK = 1 << 20
+#: Elements that are read at a time: on the CPU so many that copies in 8 bytes stay in a cache; elsewhere so many that
+#: kernels are few, of which each takes longer than its launch. Two such copies are held, and one of smaller tensors.
+_WIDE = 1 << 17
+_WIDE_OF_ACCELERATORS = 1 << 25
+
+#: The first elements of a tensor, which tell its digits unless they are all short.
+_FIRST = 1 << 13
 
 _MASK = (1 << 64) - 1
 
@@ -65,6 +73,22 @@ class Sums(NamedTuple):
         return sum(one.squares for one in self.blocks.values())
 
 
+class Tables(NamedTuple):
+    """The digests of many parts, on the host.
+
+    Attributes:
+        hashes: int64 [parts, MOST], modulo 2^64; 0 of a block of which a part has nothing.
+        squares: float64 [parts, MOST].
+        sketches: float64 [parts, K].
+        digits: see :class:`Sums`.
+    """
+
+    hashes: torch.Tensor
+    squares: torch.Tensor
+    sketches: torch.Tensor
+    digits: Sequence[int]
+
+
 def rows_of_block(shape: Sequence[int]) -> int:
     """Return how many rows a block of a full tensor has, except perhaps the last one; 1 without dimensions."""
     return max(1, -(-shape[0] // MOST)) if shape else 1
@@ -85,148 +109,231 @@ def numel_of(number: int, shape: Sequence[int]) -> int:
     return max(0, min(rows, shape[0] - number * rows)) * math.prod(shape[1:])
 
 
+@functools.lru_cache(maxsize=4096)
+def numels_of(box: Box) -> Mapping[int, int]:
+    """Return how many elements a part has of each block of which it has any, by the number of the block,
+    in the order of these.
+    """
+    shape, found = box.shape, collections.Counter[int]()
+    if not box.numel:
+        return found
+    height, inner = rows_of_block(shape), math.prod(shape[1:])
+    if box.flat is not None or not shape:
+        spans: Spans = (box.flat or (0, 1),)
+        size, width = height * inner, 1
+    else:
+        dims = box.dims or tuple(((0, size),) for size in shape)
+        spans, size, width = dims[0], height, math.prod(box.held_shape[1:])
+    for start, stop in spans:
+        for block in range(start // size, -(-stop // size)):
+            found[block] += (min(stop, (block + 1) * size) - max(start, block * size)) * width
+    return dict(sorted(found.items()))
+
+
 @torch.no_grad()
 def sums(tensors: Sequence[torch.Tensor], boxes: Sequence[Box]) -> list[Sums]:
-    """Return the sums of parts of tensors; they are copied to the host together, once.
+    """Return the sums of parts of tensors; they are copied to the host together.
 
     Args:
         tensors: plain, of any dtype and device; the elements of the boxes in their order.
         boxes: which elements of the full tensors they are.
     """
-    parts = [strided(tensor.detach()) for tensor in tensors]
-    places: list[dict[int, int]] = []  # the numbers of elements of the blocks of each tensor
-    tables: list[torch.Tensor] = []
-    for tensor, box in zip(parts, boxes, strict=True):
-        numels, table = _table(tensor, box)
-        places.append(numels)
-        tables.append(table)
-    sketches = [one.numbers[:K] for one in digests([_countable(one) for one in parts], boxes)]
-    found = []
-    for numels, (hashes, bits, digits), sketch in zip(places, host_rows(tables), host_rows(sketches), strict=True):
-        squares = torch.tensor(bits).view(torch.float64).tolist()
-        mine = {block: BlockSums(hashes[block] & _MASK, squares[block], numel) for block, numel in numels.items()}
-        found.append(Sums(mine, tuple(sketch), digits[0]))
-    return found
+    digester = Digester()
+    for tensor, box in zip(tensors, boxes, strict=True):
+        digester.add(tensor, box)
+    hashes, squares, sketches, digits = digester.tables()
+    parts = zip(boxes, hashes.tolist(), squares.tolist(), sketches.tolist(), digits, strict=True)
+    return [
+        sums_of(box, [own[one] for one in numels_of(box)], [its[one] for one in numels_of(box)], sketch, digit)
+        for box, own, its, sketch, digit in parts
+    ]
 
 
-def _table(tensor: torch.Tensor, box: Box) -> tuple[dict[int, int], torch.Tensor]:
-    """Return how many elements of each block a part has; and hashes, squares and digits, int64 [3, MOST]."""
-    hashes = torch.zeros(MOST, dtype=torch.int64, device=tensor.device)
-    squares = torch.zeros(MOST, dtype=torch.float64, device=tensor.device)
-    numels: dict[int, int] = {}
-    for part, rows in _parts(tensor, box):
-        _add(part, rows, hashes, squares)
-        width = part.numel() // max(1, part.shape[0])
-        for block, count in enumerate(torch.bincount(rows.held, minlength=1).tolist()):
-            if count:
-                numels[block] = numels.get(block, 0) + count * width
-    return numels, torch.stack([hashes, squares.view(torch.int64), _digits(tensor).expand(MOST)])
+def sums_of(box: Box, hashes: Sequence[int], squares: Sequence[float], sketch: Sequence[float], digits: int) -> Sums:
+    """Return the sums of a part, of which hashes and squares are those of the blocks of :func:`numels_of`, in order."""
+    found: dict[int, BlockSums] = {}
+    for (block, numel), number, square in zip(numels_of(box).items(), hashes, squares, strict=True):
+        found[block] = BlockSums(number & _MASK, square, numel)
+    return Sums(found, tuple(sketch), digits)
 
 
-def _countable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of which sketches can be made: booleans as numbers."""
-    return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+class _Group:
+    """Parts of one shape, dtype, device and place, which are read together: their numbers, and they."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.parts: list[torch.Tensor] = []
 
 
-class Rows(NamedTuple):
-    """The rows of a part: the block of each, int64, and the position of its first element in the block's elements.
+class _Read(NamedTuple):
+    """The numbers of parts that are read together, for a piece: what does not depend on its blocks.
 
     Attributes:
-        held: the block of each, on the host.
-        columns: the positions of a row's elements from there.
+        hashes: of rows, without their own numbers, int64 [parts, rows].
+        squares: of rows, float64 [parts, rows].
+        sketches: float64; of few rows for each of them [parts, rows, K], otherwise for each column [parts, K, columns].
     """
 
-    held: torch.Tensor
-    blocks: torch.Tensor
-    begins: torch.Tensor
-    columns: torch.Tensor
+    hashes: torch.Tensor
+    squares: torch.Tensor
+    sketches: torch.Tensor
 
 
-def _parts(tensor: torch.Tensor, box: Box) -> Iterator[tuple[torch.Tensor, Rows]]:
-    """Yield a part as rows [rows, columns], with their positions; a range may begin and end within a row."""
-    shape = box.shape
-    if not tensor.numel():
-        return
-    if not shape:
-        one = torch.zeros(1, dtype=torch.int64, device=tensor.device)
-        yield tensor.reshape(1, 1), Rows(torch.zeros(1, dtype=torch.int64), one, one, one)
-        return
-    inner, device = math.prod(shape[1:]), tensor.device
-    if box.flat is None:
-        dims = box.dims or tuple(((0, size),) for size in shape)
-        held = torch.cat([torch.arange(start, stop) for start, stop in dims[0]])
-        yield tensor.reshape(len(held), -1), _rows(held, shape, _columns(dims[1:], shape[1:], device))
-        return
-    start, stop = box.flat
-    flat = tensor.reshape(-1)
-    first, last = -(-start // inner), stop // inner  # full rows
-    for begin, end in ((start, min(first * inner, stop)), (max(last * inner, start), stop)) if first <= last else ():
-        if begin < end:
-            columns = torch.arange(begin % inner, begin % inner + end - begin, device=device)
-            yield flat[begin - start : end - start][None], _rows(torch.tensor([begin // inner]), shape, columns)
-    if first < last:
-        rows = flat[first * inner - start : last * inner - start].view(last - first, inner)
-        yield rows, _rows(torch.arange(first, last), shape, torch.arange(inner, device=device))
-    elif first > last:  # all of it within one row
-        columns = torch.arange(start % inner, start % inner + stop - start, device=device)
-        yield flat[None], _rows(torch.tensor([start // inner]), shape, columns)
+class _Kept(NamedTuple):
+    """Parts of one shape, dtype, device and place that were read, some at a time.
+
+    Attributes:
+        cut: the pieces in which they were read.
+        numbers: of the parts.
+        reads: of those that were read together, what was read of each piece.
+        digits: of these, bits of their first elements, int32 [parts, elements].
+    """
+
+    cut: Sequence[Piece]
+    numbers: list[int]
+    reads: list[list[_Read]]
+    digits: list[torch.Tensor]
 
 
-def _rows(held: torch.Tensor, shape: Sequence[int], columns: torch.Tensor) -> Rows:
-    rows, there = rows_of_block(shape), held.to(columns.device, non_blocking=True)
-    return Rows(held // rows, there // rows, there % rows * math.prod(shape[1:]), columns)
+class Digester:
+    """Makes the digests of parts, on their devices, while more of them are added."""
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[object, Box], _Group] = {}
+        self._kept: dict[object, _Kept] = {}
+        self._made: list[tuple[list[int], torch.Tensor]] = []
+        self._parts: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor, box: Box) -> None:
+        """Take one more part; see :func:`sums`. It is kept as long as this object is."""
+        part = strided(tensor.detach())
+        # Small ones not one by one: kernels take less time than their launches. Large ones are not copied for it.
+        kind = part.shape, part.dtype, part.device, part.is_conj()
+        group = self._groups.setdefault((kind, box), _Group())
+        group.numbers.append(len(self._parts))
+        group.parts.append(part)
+        self._parts.append(part)
+        wide = _wide_on(part.device)
+        if part.numel() >= wide // 4 or (len(group.parts) + 1) * part.numel() > wide:
+            self._read(group, box)
+
+    def end(self) -> None:
+        """Let the devices read what is left of the parts; none is added after it."""
+        for (_, box), group in self._groups.items():
+            self._read(group, box)
+        for kept in self._kept.values():
+            table = _table(len(kept.numbers), kept.digits[0].device)
+            for piece, *reads in zip(kept.cut, *kept.reads, strict=True):
+                _add(table, piece, _Read(*(torch.cat(some) for some in zip(*reads, strict=True))))
+            self._finish(kept.numbers, table, torch.cat(kept.digits))
+        self._groups, self._kept = {}, {}
+
+    def tables(self) -> Tables:
+        """Return the digests of all parts, in their order; their devices are waited for."""
+        self.end()
+        rows = torch.zeros(len(self._parts), 2 * MOST + K + 1, dtype=torch.int64)
+        for device in {table.device for _, table in self._made}:
+            its = [(numbers, table) for numbers, table in self._made if table.device == device]
+            rows[[number for numbers, _ in its for number in numbers]] = torch.cat([table for _, table in its]).cpu()
+        hashes, squares, sketches, last = rows.split([MOST, MOST, K, 1], 1)
+        digits = last.flatten().tolist()
+        for number, part in enumerate(self._parts):
+            if part.dtype == torch.float32 and part.numel() > _FIRST:
+                # Read again if the first elements are short, such as zeros, or what was rounded: rare.
+                digits[number] = 3 if digits[number] & 2 else int(_digits(part.contiguous().view(-1).view(torch.int32)))
+        return Tables(
+            hashes.contiguous(), squares.contiguous().view(torch.float64), sketches.contiguous().view(torch.float64),
+            digits,
+        )  # fmt: skip
+
+    def _read(self, group: _Group, box: Box) -> None:
+        """Read parts together; what is done row by row and column by column waits for others that are alike."""
+        if not group.parts:
+            return
+        first, numbers, count = group.parts[0], group.numbers, len(group.parts)
+        stack = first.contiguous()[None] if count == 1 else torch.stack(group.parts)
+        group.numbers, group.parts = [], []
+        if stack.is_complex():
+            stack, box = torch.view_as_real(stack.resolve_conj()), _of_pairs(box)
+        stack = stack.reshape(count, -1)
+        words = words_of(stack)
+        bits = words[:, :_FIRST] & -1 if stack.dtype == torch.float32 else words[:, :0].to(torch.int32)
+        wide = max(1, _wide_on(first.device) // count)
+        place = box, wide, stack.element_size(), first.device
+        if (kept := self._kept.get((place, first.dtype))) is None:
+            cut = pieces(box, rows_of_block(box.shape), *place[1:])
+            if 16 * extent(box) > box.numel:  # what is read of rows and columns takes as much room as the part
+                table = _table(count, first.device)
+                for piece in cut:
+                    _add(table, piece, _read(stack, words, piece))
+                self._finish(numbers, table, bits)
+                return
+            kept = self._kept[place, first.dtype] = _Kept([*cut], [], [], [])
+        kept.numbers.extend(numbers)
+        kept.reads.append([_read(stack, words, piece) for piece in kept.cut])
+        kept.digits.append(bits)
+
+    def _finish(self, numbers: list[int], table: torch.Tensor, bits: torch.Tensor) -> None:
+        if bits.shape[1]:
+            table[:, -1] += _digits(bits)
+        self._made.append((numbers, table))
 
 
-def _add(part: torch.Tensor, rows: Rows, hashes: torch.Tensor, squares: torch.Tensor) -> None:
-    """Add to each block the hash of its rows, which is the sum of words times the numbers of positions, and squares."""
-    words = words_of(part.contiguous())
-    height, width = part.shape[0], part.numel() // max(1, part.shape[0])
-    words = words.reshape(height, width, -1)
-    blocks, begins, columns = rows.blocks, rows.begins, rows.columns
-    step, wide = max(1, _CHUNK // max(1, width)), _CHUNK
-    for first in range(0, height, step):
-        where = slice(first, first + step)
-        for begin in range(0, width, wide):
-            some = words[where, begin : begin + wide]
-            places = begins[where, None] + columns[begin : begin + wide]
-            hashes.index_add_(0, blocks[where], _weighted(some, places))
-            squares.index_add_(0, blocks[where], _squares(part[where, begin : begin + wide]))
+def _wide_on(device: torch.device) -> int:
+    return _WIDE if device.type == "cpu" else _WIDE_OF_ACCELERATORS
 
 
-def _weighted(words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return the sums of words [rows, columns, words of an element] times the numbers of places [rows, columns]."""
-    total = torch.zeros(words.shape[0], dtype=torch.int64, device=words.device)
-    for number in range(words.shape[2]):
-        mixed = (places * words.shape[2] + number + 1) * 0x1E3779B97F4A7C15
-        mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
-        # Odd, so that no bit of an element is lost at the top.
-        total = total + ((words[:, :, number].to(torch.int64) + 0x2545F491) * ((mixed ^ (mixed >> 32)) | 1)).sum(1)
-    return total
+def _of_pairs(box: Box) -> Box:
+    """Return the box of the real and imaginary parts, which are one more dimension; there are rows in any case."""
+    shape = (*(box.shape or (1,)), 2)
+    dims = None if box.dims is None or not box.shape else (*box.dims, ((0, 2),))
+    return Box(shape, dims, None if box.flat is None else (2 * box.flat[0], 2 * box.flat[1]))
 
 
-def _columns(dims: Sequence[Spans], shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the positions within a row of the elements of a part's rows, int64."""
-    found = torch.zeros(1, dtype=torch.int64, device=device)
-    for spans, size in zip(dims, shape, strict=True):
-        mine = [torch.arange(start, stop, device=device) for start, stop in spans]
-        held = torch.cat(mine) if mine else torch.zeros(0, dtype=torch.int64, device=device)
-        found = (found[:, None] * size + held).flatten()
-    return found
+def _read(stack: torch.Tensor, words: torch.Tensor, piece: Piece) -> _Read:
+    """Read a piece of parts [parts, elements], of which ``words`` has the bits."""
+    hashes = piece.products(words).sum(2)
+    values = piece.of(stack).to(torch.float64)
+    if values.shape[1] < _FEW:
+        return _Read(hashes, _squares(values), values @ piece.right.t())
+    return _Read(hashes, _squares(values), torch.bmm(piece.left.expand(len(values), -1, -1), values))
 
 
-def _squares(part: torch.Tensor) -> torch.Tensor:
-    """Return the sums of the squares of rows, float64."""
-    if part.is_complex():
-        part = torch.view_as_real(part.resolve_conj())
-    return part.reshape(part.shape[0], -1).to(torch.float64).square().sum(1)
+def _table(count: int, device: torch.device) -> torch.Tensor:
+    """Return zeros for the hashes, squares, sketch and digits of so many parts: int64 [parts, 2 * MOST + K + 1]."""
+    return torch.zeros(count, 2 * MOST + K + 1, dtype=torch.int64, device=device)
 
 
-def _digits(part: torch.Tensor) -> torch.Tensor:
-    """Return which digits elements have, as ``Sums.digits``, int64 []."""
-    if part.dtype != torch.float32:
-        return torch.zeros((), dtype=torch.int64, device=part.device)
-    words = part.contiguous().view(torch.int32)
-    more = [(words & mask).ne(0).any().to(torch.int64) for mask in (0xFFFF, 0x1FFF)]
+def _add(table: torch.Tensor, piece: Piece, read: _Read) -> None:
+    """Add what was read of a piece to a table."""
+    hashes, squares, sketches, _ = table.split([MOST, MOST, K, 1], 1)
+    hashes.index_add_(1, piece.blocks, read.hashes * piece.row_numbers)
+    squares.view(torch.float64).index_add_(1, piece.blocks, read.squares)
+    if read.squares.shape[1] < _FEW:
+        sketches.view(torch.float64).add_((read.sketches * piece.left.t()).sum(1))
+    else:
+        sketches.view(torch.float64).add_((read.sketches * piece.right).sum(2))
+
+
+def _squares(values: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the squares of rows, by what is fast on a device: float64 [tensors, rows]."""
+    if values.device.type == "cpu":
+        return values.square().sum(2)
+    norms: torch.Tensor = torch.linalg.vector_norm(values, dim=2)
+    return norms.square_()
+
+
+#: Fewer rows are summed along their columns first.
+_FEW = 16
+
+
+#: The bits of a float32 element beyond those of bfloat16, and beyond those of float16.
+_SHORT = 0xFFFF, 0x1FFF
+
+
+def _digits(words: torch.Tensor) -> torch.Tensor:
+    """Return which digits float32 elements have, as ``Sums.digits``, over the last dimension of their bits."""
+    more = [(words & mask).any(-1).to(torch.int64) for mask in _SHORT]
     return more[0] + 2 * more[1]
 
 

@@ -1,11 +1,13 @@
 """A state that is compared: the snapshot of a training, or checkpoint files; its entries put together over ranks."""
 
+import base64
 import dataclasses
 import functools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,13 +16,13 @@ import torch
 from shardproof import door
 from shardproof.door import BadFile
 from shardproof.harness.states import blocks, files, maps
-from shardproof.harness.states.blocks import BlockSums, Sums
+from shardproof.harness.states.blocks import Sums
 from shardproof.harness.states.snapshot import EXTRA, MODEL, OPTIMIZER, UNCOMPARED, EntryLine, RankLine, SumsLine
 from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.tensors.layouts import put_into
 from shardproof.harness.tensors.lines import box_of
 from shardproof.harness.watching.names import name_of
-from shardproof.jsonfiles import RecordError, decode
+from shardproof.jsonfiles import RecordError, decode, shown
 
 
 class EntryKey(NamedTuple):
@@ -157,26 +159,52 @@ def rank_files(path: str) -> list[Path]:
 
 
 class _Line(NamedTuple):
-    """A line of an entry, with the part of a tensor that it has."""
+    """A line of an entry, with the place of a tensor that it has."""
 
     fields: EntryLine
     box: Box
-    sums: Sums
 
 
-def line_of(value: object) -> RankLine | _Line:
+def line_of(value: object) -> RankLine | _Line | SumsLine:
     """Decode a line of a rank's file."""
     if not isinstance(value, Mapping):
         raise RecordError("a line is no object")
     if "world" in value:
         return decode(RankLine, value)
+    if "hashes" in value:
+        return decode(SumsLine, value)
     fields = decode(EntryLine, value)
-    told = fields.sums or SumsLine()
-    sketch = tuple(map(float, told.sketch))
-    if fields.dtype and len(sketch) != K:
-        raise RecordError(f"sketch: a sketch has {K} numbers, and not {len(sketch)}")
-    held = {one.block: BlockSums(one.hash, float(one.squares), one.numel) for one in told.blocks}
-    return _Line(fields, box_of(fields.shape, fields.dims, fields.flat), Sums(held, sketch, told.digits))
+    return _Line(fields, box_of(fields.shape, fields.dims, fields.flat))
+
+
+def _sums(line: SumsLine, boxes: Sequence[Box]) -> Iterator[Sums]:
+    """Yield the digests of the tensors of a file.
+
+    Raises:
+        RecordError: the numbers are not those of so many tensors.
+    """
+    counts = [len(blocks.numels_of(box)) for box in boxes]
+    hashes = _decoded("hashes", line.hashes, "q", sum(counts))
+    squares = _decoded("squares", line.squares, "d", sum(counts))
+    sketches = _decoded("sketches", line.sketches, "d", K * len(boxes))
+    if len(line.digits) != len(boxes):
+        raise RecordError(f"digits: {len(line.digits)} numbers, and not {len(boxes)}, one for each tensor")
+    at = 0
+    for number, (box, count) in enumerate(zip(boxes, counts, strict=True)):
+        mine = slice(at, at := at + count)
+        sketch = sketches[number * K : (number + 1) * K]
+        yield blocks.sums_of(box, hashes[mine], squares[mine], sketch, line.digits[number])
+
+
+def _decoded(field: str, text: str, kind: str, count: int) -> Sequence[Any]:
+    """Return the numbers of a field of base64."""
+    try:
+        found = base64.b64decode(text, validate=True)
+    except ValueError:
+        raise RecordError(f"{field}: {shown(text)} is no base64") from None
+    if len(found) != 8 * count:
+        raise RecordError(f"{field}: {len(found)} bytes, and not {8 * count}, 8 for each number of its tensors")
+    return struct.unpack(f"<{count}{kind}", found)
 
 
 def _snapshot(path: str, ranks: Sequence[Path]) -> State:
@@ -188,10 +216,20 @@ def _snapshot(path: str, ranks: Sequence[Path]) -> State:
         if not isinstance(head, RankLine):
             raise BadFile(f"{file}: the first line says no rank: expected the file of a state")
         heads.append(head)
-        for line in lines:
-            if isinstance(line, RankLine):
-                raise BadFile(f"{file}: a second line that says the rank")
-            _add(found, line, f"rank {head.rank}", file)
+        *entries, last = rest if (rest := [*lines]) else [None]
+        if not isinstance(last, SumsLine):
+            raise BadFile(f"{file}: the last line has no digests: expected the file of a state, to its end")
+        if wrong := [one for one in entries if not isinstance(one, _Line)]:
+            what = "says the rank" if isinstance(wrong[0], RankLine) else "has digests"
+            raise BadFile(f"{file}: a second line that {what}")
+        tensors = [one for one in entries if isinstance(one, _Line) and one.fields.dtype]
+        try:
+            sums = iter([*_sums(last, [one.box for one in tensors])])
+        except RecordError as error:
+            raise BadFile(f"{file}: the last line: {error}") from None
+        for line in entries:
+            assert isinstance(line, _Line)
+            _add(found, line, next(sums) if line.fields.dtype else None, f"rank {head.rank}", file)
     world = heads[0].world
     if other := [one for one in heads if one.world != world]:
         raise BadFile(f"{path}: rank {heads[0].rank} is of {world} ranks, and rank {other[0].rank} of {other[0].world}")
@@ -204,7 +242,7 @@ def _snapshot(path: str, ranks: Sequence[Path]) -> State:
     return found
 
 
-def _add(state: State, line: _Line, source: str, file: Path) -> None:
+def _add(state: State, line: _Line, sums: Sums | None, source: str, file: Path) -> None:
     fields, shape = line.fields, line.box.shape
     key = EntryKey(fields.section, fields.name, fields.key)
     made = Entry(key, fields.kind, fields.dtype, shape, trains=fields.trains, tied=fields.tied)
@@ -215,10 +253,10 @@ def _add(state: State, line: _Line, source: str, file: Path) -> None:
     entry = state.entries.setdefault(key, made)
     if fields.value is not None:
         entry.values[source] = fields.value
-    if fields.dtype:
+    if sums is not None:
         if (entry.dtype, entry.shape) != (fields.dtype, shape):
             raise BadFile(f"{file}: {key}: another dtype or shape than on an earlier rank")
-        entry.held.append(Holding(source, line.box, line.sums))
+        entry.held.append(Holding(source, line.box, sums))
 
 
 #: The names of files that have a model without its optimizer.

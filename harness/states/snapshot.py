@@ -1,12 +1,15 @@
 """Writes what a rank has of a training's state to a file: a digest of each tensor, and each plain value.
 
-A snapshot is a folder with a file for each rank, of JSON lines: what the rank is, and a line for each entry. No full
-tensor is made, none is copied, and no collective is called, so a rank writes its file whatever the others do.
+A snapshot is a folder with a file for each rank, of JSON lines: what the rank is, a line for each entry, and one with
+the digests. No full tensor is made, none is copied, and no collective is called, so a rank writes its file whatever the
+others do.
 """
 
+import base64
+import functools
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof import folders
-from shardproof.harness.states.blocks import sums
+from shardproof.harness.states.blocks import MOST, Digester, numels_of
 from shardproof.harness.states.units import Unit, places, units_of
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import layout_of
@@ -26,17 +29,15 @@ from shardproof.harness.watching.groups import places_of_flat, shapes_of_flat
 from shardproof.harness.watching.model import LayoutOf, Model
 from shardproof.harness.watching.names import as_list, modules_of, name_of, parameters_of
 from shardproof.harness.watching.optimizers import HOW
-from shardproof.jsonfiles import Number, described, encode, says
+from shardproof.jsonfiles import described, encode, says
 
-VERSION = 1
+VERSION = 2
 
 MODEL, OPTIMIZER, SCHEDULER, EXTRA = SECTIONS = ("model", "optimizer", "scheduler", "extra")
 """The parts of a state."""
 
 UNCOMPARED = frozenset({"params", *HOW})
 """The entries of a group of an optimizer that a state leaves out."""
-
-Hash = Annotated[int, ("minimum", 0), ("maximum", (1 << 64) - 1)]
 
 
 @described()
@@ -52,23 +53,17 @@ class RankLine:
 
 
 @described()
-class BlockLine:
-    """The part of a block of rows that the rank holds."""
-
-    block: Count = says("the number of the block, from the first rows on")
-    hash: Hash = says("the hash of its elements, which adds over ranks")
-    squares: Number = says("the sum of the squares of its elements", default=0.0)
-    numel: Count = says("the number of its elements that the rank holds")
-
-
-@described()
 class SumsLine:
-    """The digest of what the rank holds of a tensor."""
+    """The last line of a rank's file: the digests of the tensors of its entries, one after the other.
 
-    blocks: Sequence[BlockLine] = says("its blocks", default=())
-    sketch: Sequence[Number] = says("its sketch", default=())
-    digits: Count = says(
-        "of float32: 1 if an element has more digits than bfloat16 has, and 2 more than float16", default=0
+    Numbers are of 64 bits, little endian, in base64: as text they would take longer than the digests.
+    """
+
+    hashes: str = says("of each block of rows of which the rank has elements, the hash of these, which adds over ranks")
+    squares: str = says("the sum of their squares, float64")
+    sketches: str = says("the sketch of each tensor, float64")
+    digits: Sequence[Count] = says(
+        "of each tensor: of float32, 1 if an element has more digits than bfloat16 has, and 2 more than float16"
     )
 
 
@@ -102,7 +97,6 @@ class EntryLine:
         "the ranges of each dimension that the rank holds; null for all", default=None
     )
     flat: Sequence[int] | None = says("a range in the flattened tensor that it holds", default=None)
-    sums: SumsLine | None = says("the digest of what it holds", default=None)
     trains: bool | None = says("whether a parameter requires gradients", default=None)
     stepper: StepperLine | None = says("of a parameter, its place in the optimizer that has it", default=None)
     tied: Name = says("the first name of the same parameter", default="")
@@ -136,7 +130,7 @@ def state(
 ) -> None:
     """Write this rank's part of a training's state to a folder, for ``shardproof state``.
 
-    Nothing is gathered and no other rank is waited for: what is written are digests of this rank's shards, some 100
+    Nothing is gathered and no other rank is waited for: what is written are digests of this rank's shards, some 22
     bytes for each of at most 64 blocks of rows of a tensor. Call it between two steps.
 
     Args:
@@ -195,28 +189,45 @@ def write(
     head = RankLine(
         version=VERSION, rank=rank, world=world, torch=torch.__version__, model=type(models[0]).__name__, step=step
     )
-    found = [*entries(models, optimizers, scheduler=scheduler, extra=extra, layout=layout, views=views, only=only)]
-    folders.write_file(path, "".join(json.dumps(encode(line)) + "\n" for line in (head, *_lines(found))))
+    found = entries(models, optimizers, scheduler=scheduler, extra=extra, layout=layout, views=views, only=only)
+    with torch.no_grad():
+        text = "".join(json.dumps(encode(line)) + "\n" for line in _lines(head, found))
+    folders.write_file(path, text)
 
 
-def _lines(found: Sequence[Found]) -> Iterator[EntryLine]:
-    """Yield the lines of entries; the sums of all tensors are made together and copied to the host once."""
-    held = [(one.tensor, one.box) for one in found if one.tensor is not None and one.box is not None]
-    made = iter(sums([tensor for tensor, _ in held], [box for _, box in held]))
+def _lines(head: RankLine, found: Iterable[Found]) -> Iterator[RankLine | EntryLine | SumsLine]:
+    """Yield the lines of a file; while lines of entries are made, devices make the digests, which are copied once."""
+    yield head
+    digester, boxes, mine = Digester(), list[Box](), list[Found]()
     for one in found:
+        mine.append(one)
+        if one.tensor is not None and one.box is not None:
+            digester.add(one.tensor, one.box)
+            boxes.append(one.box)
+    digester.end()
+    for one in mine:
         fields = dict(one.fields)
         if one.tensor is not None and one.box is not None:
-            mine = next(made)
-            blocks = [
-                BlockLine(block=number, hash=block.hash, squares=block.squares, numel=block.numel)
-                for number, block in mine.blocks.items()
-            ]
+            place = one.box
             fields |= {
-                "dtype": name_of(one.tensor.dtype), "shape": one.box.shape,
-                "dims": one.box.dims, "flat": one.box.flat,
-                "sums": SumsLine(blocks=blocks, sketch=mine.sketch, digits=mine.digits),
+                "dtype": name_of(one.tensor.dtype), "shape": place.shape, "dims": place.dims, "flat": place.flat,
             }  # fmt: skip
         yield EntryLine(**fields)
+    held = torch.stack([_blocks_of(box) for box in boxes]) if boxes else torch.zeros(0, MOST, dtype=torch.bool)
+    hashes, squares, sketches, digits = digester.tables()
+    yield SumsLine(hashes=_text(hashes[held]), squares=_text(squares[held]), sketches=_text(sketches), digits=digits)
+
+
+@functools.lru_cache(maxsize=4096)
+def _blocks_of(box: Box) -> torch.Tensor:
+    """Return of which blocks a part has elements, bool [MOST]."""
+    found = torch.zeros(MOST, dtype=torch.bool)
+    found[[*numels_of(box)]] = True
+    return found
+
+
+def _text(numbers: torch.Tensor) -> str:
+    return base64.b64encode(numbers.numpy().astype(numbers.numpy().dtype.newbyteorder("<")).tobytes()).decode()
 
 
 def entries(

@@ -425,6 +425,36 @@ def _product(weights: Sequence[torch.Tensor], device: torch.device) -> torch.Ten
     return found
 
 
+def row_weights(shape: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+    """Return the weights of rows of a full tensor, of its first dimension: float64 [rows, K].
+
+    Args:
+        shape: of the full tensor; without dimensions it has one row.
+        rows: int64, on the device where the weights are needed.
+    """
+    folded = _folded(tuple(shape))
+    return _weights_at(folded[: len(folded) - len(shape[1:])], 0, rows)
+
+
+def column_weights(shape: Sequence[int], columns: torch.Tensor) -> torch.Tensor:
+    """Return the weights of elements of a row of a full tensor, by their flattened positions: float64 [columns, K].
+
+    A weight of the sketch is the product of that of the row and that of the column; see :func:`row_weights`.
+    """
+    folded = _folded(tuple(shape))
+    first = len(folded) - len(shape[1:])
+    return _weights_at(folded[first:], first, columns)
+
+
+def _weights_at(sizes: Sequence[int], first: int, places: torch.Tensor) -> torch.Tensor:
+    """Return the products of the weights of dimensions from ``first`` on, at positions in their flattened order."""
+    found = torch.ones(len(places), K, dtype=torch.float64, device=places.device)
+    for dim, size in reversed([*enumerate(sizes, first)]):
+        found = found * _full_weights(dim, size, places.device)[places % size]
+        places = places // size
+    return found
+
+
 def _weights(dim: int, size: int, spans: Spans, device: torch.device) -> torch.Tensor:
     full = _full_weights(dim, size, device)
     parts = [full[start:stop] for start, stop in spans]

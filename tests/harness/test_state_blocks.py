@@ -45,6 +45,7 @@ def along(shape, dim, *sets):
 CUTS = {
     "flat ranges": ((7, 5), lambda shape: flat(shape, 4, 19, 35)),
     "flat ranges of many rows": ((130, 3), lambda shape: flat(shape, 2, 3, 200, 390)),
+    "flat ranges of rows of pairs": ((130, 4), lambda shape: flat(shape, 3, 21, 204, 520)),
     "rows": ((130, 3, 4), lambda shape: along(shape, 0, ((0, 65),), ((65, 130),))),
     "rows in turn": ((12, 3), lambda shape: along(shape, 0, ((0, 3), (6, 9)), ((3, 6), (9, 12)))),
     "columns": ((9, 8), lambda shape: along(shape, 1, ((0, 3),), ((3, 8),))),
@@ -102,3 +103,34 @@ def test_blocks_have_as_many_elements_as_they_say():
         (found,) = blocks.sums([torch.zeros(shape)], [Box(shape)])
         sizes = [blocks.numel_of(number, shape) for number in range(64 if shape else 1)]
         assert [one.numel for one in found.blocks.values()] == [size for size in sizes if size]
+
+
+@pytest.mark.parametrize("wide", [1 << 11, 1 << 14, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_parts_that_are_read_together_have_their_own_sums(dtype, wide, monkeypatch):
+    # Wide enough for what is read of several to be added at the end; in pieces, one by one, and together.
+    shape, full = (130, 66), [made((130, 66), dtype) * factor for factor in range(1, 6)]
+    alone = [blocks.sums([one], [Box(shape)])[0] for one in full]
+    monkeypatch.setattr(blocks, "_WIDE", wide)
+    monkeypatch.setattr(blocks, "_FIRST", 256)
+    found = blocks.sums([full[0], torch.ones(3), *full[1:]], [Box(shape), Box((3,)), *[Box(shape)] * 4])
+    assert found.pop(1) == blocks.sums([torch.ones(3)], [Box((3,))])[0]
+    for mine, its in zip(found, alone, strict=True):
+        assert {n: one.hash for n, one in mine.blocks.items()} == {n: one.hash for n, one in its.blocks.items()}
+        assert [mine.squares, *mine.sketch] == pytest.approx([its.squares, *its.sketch])
+        assert mine.digits == its.digits
+
+
+def test_digits_are_seen_wherever_they_are(monkeypatch):
+    monkeypatch.setattr(blocks, "_FIRST", 4)
+    parts = [torch.zeros(9) for _ in range(6)]
+    for part, place, value in [
+        (parts[1], 0, 1 / 3),
+        (parts[2], 8, 1 / 3),
+        (parts[3], 0, 1 + 2**-9),
+        (parts[4], 8, 1 + 2**-9),
+    ]:
+        part[place] = value
+    assert [one.digits for one in blocks.sums(parts, [Box((9,))] * 6)] == [0, 3, 3, 1, 1, 0]
+    # Of a small part all elements are asked at once.
+    assert [one.digits for one in blocks.sums([part[5:] for part in parts], [Box((4,))] * 6)] == [0, 0, 3, 0, 1, 0]

@@ -1,5 +1,6 @@
 """States: what a training has is what its checkpoint has, under any implementation; and each difference is named."""
 
+import base64
 import copy
 import json
 import shutil
@@ -13,8 +14,10 @@ from torch import nn
 
 import shardproof
 from shardproof.__main__ import main
+from shardproof.harness.states.blocks import numels_of
 from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.tensors.layouts import Layout
+from shardproof.harness.tensors.lines import box_of
 from tests.errors import error_of
 from tests.harness.inner import torchrun
 from tests.harness.state_trainings import Net
@@ -277,18 +280,40 @@ def test_states_of_two_trainings_say_what_trains_and_what_is_tied(made, tmp_path
 # States that are wrong in themselves --------------------------------------------------------------
 
 
-def changed(made, tmp_path, rank, change):
+def changed(made, tmp_path, rank, change, kind="ddp"):
     """A copy of a state, in which the lines of one rank were changed."""
-    shutil.copytree(made / "ddp", tmp_path / "ddp")
-    path = tmp_path / "ddp" / f"rank{rank:05}.jsonl"
+    shutil.copytree(made / kind, tmp_path / kind)
+    path = tmp_path / kind / f"rank{rank:05}.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(line) + "\n" for line in change(lines)))
-    return tmp_path / "ddp"
+    return tmp_path / kind
+
+
+def _numbers_of(lines, name):
+    """Where the last line of a rank's file has the numbers of a tensor: its number, and those of its blocks."""
+    at = 0
+    for number, line in enumerate(line for line in lines if line.get("dtype")):
+        count = len(numels_of(box_of(line["shape"], line.get("dims"), line.get("flat"))))
+        if line["name"] == name:
+            return number, slice(at, at + count)
+        at += count
+    raise AssertionError(name)
+
+
+def _with(line, field, change):
+    found = bytearray(base64.b64decode(line[field]))
+    line[field] = base64.b64encode(change(found)).decode()
 
 
 def test_replicas_that_differ_have_a_line(made, tmp_path, capsys):
     def change(lines):
-        next(line for line in lines if line.get("name") == "up.bias")["sums"]["blocks"][0]["hash"] ^= 1
+        _, places = _numbers_of(lines, "up.bias")
+
+        def flipped(numbers):
+            numbers[8 * places.start] ^= 1
+            return numbers
+
+        _with(lines[-1], "hashes", flipped)
         return lines
 
     text = said(capsys, changed(made, tmp_path, 1, change), code=1)
@@ -315,8 +340,21 @@ def _out_of_range(lines):
 
 
 def _short_sketch(lines):
-    next(line for line in lines if line.get("name") == "up.bias")["sums"]["sketch"].pop()
+    _with(lines[-1], "sketches", lambda numbers: numbers[:-8])
     return lines
+
+
+def _no_base64(lines):
+    lines[-1]["hashes"] = "%"
+    return lines
+
+
+def _cut(lines):
+    return lines[:-1]
+
+
+def _of_two_ranks(lines):
+    return [*lines[:-1], lines[0], lines[-1]]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +362,10 @@ def _short_sketch(lines):
     [
         (_of_another_world, "rank 0 is of 2 ranks, and rank 1 of 3"),
         (_out_of_range, "rank00001.jsonl: line "),
-        (_short_sketch, "sketch: a sketch has 8 numbers, and not 7"),
+        (_short_sketch, "rank00001.jsonl: the last line: sketches: "),
+        (_no_base64, "rank00001.jsonl: the last line: hashes: '%' is no base64"),
+        (_cut, "rank00001.jsonl: the last line has no digests"),
+        (_of_two_ranks, "rank00001.jsonl: a second line that says the rank"),
     ],
 )
 def test_a_line_that_cannot_be_is_one_line(made, change, told, tmp_path, capsys):
@@ -334,11 +375,20 @@ def test_a_line_that_cannot_be_is_one_line(made, change, told, tmp_path, capsys)
 
 
 def test_elements_that_no_rank_holds_have_a_line(made, tmp_path, capsys):
-    shutil.copytree(made / "fsdp2", tmp_path / "fsdp2")
-    path = tmp_path / "fsdp2" / "rank00001.jsonl"
-    kept = [line for line in path.read_text().splitlines() if '"up.weight", "kind"' not in line]
-    path.write_text("\n".join(kept) + "\n")
-    assert said(capsys, tmp_path / "fsdp2", code=1) == "model: up.weight: rows 15-29 of 30 are in no rank"
+    def change(lines):
+        number, places = _numbers_of(lines, "up.weight")
+        del lines[-1]["digits"][number]
+        for field, first, last in (
+            ("hashes", places.start, places.stop), ("squares", places.start, places.stop),
+            ("sketches", 8 * number, 8 * number + 8),
+        ):  # fmt: skip
+            _with(lines[-1], field, lambda numbers, a=8 * first, b=8 * last: numbers[:a] + numbers[b:])
+        return [line for line in lines if (line.get("name"), line.get("key", "")) != ("up.weight", "")]
+
+    assert (
+        said(capsys, changed(made, tmp_path, 1, change, "fsdp2"), code=1)
+        == "model: up.weight: rows 15-29 of 30 are in no rank"
+    )
 
 
 def _without_rank(folder):
