@@ -2,8 +2,12 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+from shardproof.harness.states import schedulers
 from shardproof.harness.states.differences import (
     Difference,
     Known,
@@ -21,8 +25,48 @@ from shardproof.harness.tensors.fingerprints import Box
 
 _NAMES = 3  # of entries that a line lists
 
-#: What two states are compared in; the last words of a state are its own.
-_SECTIONS = (MODEL, OPTIMIZER, SCHEDULER)
+
+class Scope(NamedTuple):
+    """The sections in which two states are compared.
+
+    Attributes:
+        sections: those that both have.
+        lacking: what is said of those that one side should have and has not.
+        left_out: a line that says which entries are not compared, and why; empty if there are none.
+    """
+
+    sections: tuple[str, ...]
+    lacking: tuple[Difference, ...]
+    left_out: str
+
+
+def scope(a: State, b: State, *, earlier: Sequence[State] = ()) -> Scope:
+    """Return the sections in which two states are compared; a state of the model alone lacks no other section.
+
+    Args:
+        a: the state as it should be.
+        b: with the names of ``a``.
+        earlier: states of the same training.
+    """
+    sections, lacking, left = [], list[Difference](), list[str]()
+    are_live = a.is_live and b.is_live
+    alone = [one.path for one in (a, b) if one.is_weights and not (one is b and _follows(b, earlier))]
+    for section in (MODEL, OPTIMIZER, SCHEDULER, *[EXTRA] * are_live):
+        mine, its = (sum(key.section == section for key in one.entries) for one in (a, b))
+        if its and (mine or section == MODEL):
+            sections.append(section)
+        elif mine or its:
+            has, without = (a, b) if mine else (b, a)
+            its_entries = f"none of its {mine or its} entries is there"
+            is_free = section == EXTRA or (section == SCHEDULER and not mine and a.is_live and not b.is_live)
+            if section != MODEL and (without.path in alone or is_free):
+                left.append(f"the {section} of {has.path} ({mine or its} entries)")
+            else:
+                text = its_entries if mine else f"none of its {its} entries is in {a.path}"
+                lacking.append(Difference(EntryKey(section, f"the {section}"), "missing", text))
+    why = f"{alone[0]} has the model alone" if alone else "the other state was written without"
+    told = f"not compared: {' and '.join(left)}: {why}" if left else ""
+    return Scope(tuple(sections), tuple(lacking), told)
 
 
 def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Difference]:
@@ -34,25 +78,39 @@ def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Differ
         earlier: states of the same training, which ``b`` may have entries of.
     """
     known = Known(_by_hashes(a), earlier)
-    sections = [one for one in _SECTIONS if any(key.section == one for key in b.entries)]
-    alone = (MODEL,) if has_model_alone(b, earlier) else _SECTIONS
-    found = [*_sections_missing(a, sections, alone)]
+    sections, lacking, _ = scope(a, b, earlier=earlier)
+    found = [*lacking]
     left_out = without_frozen(a, b)
     astray = _Astray(a, b)
     for key, entry in a.entries.items():
-        if key.section in sections and entry.kind != "unsaved buffer" and key not in left_out:
+        if key.section in sections and entry.kind != "unsaved buffer" and key not in left_out and not _is_told(entry):
             other = b.entries.get(key)
             moved = astray.take(entry) if other is None and not _is_under_another_name(entry, a, b) else ""
             found += [Difference(key, "another name", moved)] if moved else _entry(entry, other, a, b, known)
+    found += _of_schedulers(a, b) if SCHEDULER in sections else ()
     return [*found, *_extra(a, b, sections, astray.taken)]
+
+
+def _is_told(entry: Entry) -> bool:
+    """Whether an entry is a value of a scheduler, of which all are compared together."""
+    return entry.key.section == SCHEDULER and not entry.is_tensor
+
+
+def _of_schedulers(a: State, b: State) -> Iterator[Difference]:
+    mine, its = ({one.key.name: _value(one) for one in state.entries.values() if _is_told(one)} for state in (a, b))
+    tensors = {key.name for state in (a, b) for key, one in state.entries.items() if one.is_tensor}
+    some, others = ({name: text for name, text in one.items() if name not in tensors} for one in (mine, its))
+    for name, kind, text in schedulers.compare(some, others, b.path, a.path, are_live=a.is_live and b.is_live):
+        yield Difference(EntryKey(SCHEDULER, name), kind, text)
 
 
 def _extra(a: State, b: State, sections: Collection[str], taken: Collection[EntryKey]) -> Iterator[Difference]:
     """Yield the entries that only the second state has."""
     for key, entry in b.entries.items():
-        if key in a.entries or key in taken or key.section not in sections or entry.kind == "unsaved buffer":
-            continue
-        yield Difference(key, "unexpected", _unexpected(entry, a))
+        is_compared = key.section in sections and entry.kind != "unsaved buffer" and not _is_told(entry)
+        is_second = not a.is_live and EntryKey(MODEL, entry.tied) in a.entries  # a file may have one of two tied ones
+        if is_compared and not is_second and key not in a.entries and key not in taken:
+            yield Difference(key, "unexpected", _unexpected(entry, a))
 
 
 def _unexpected(entry: Entry, a: State) -> str:
@@ -61,14 +119,27 @@ def _unexpected(entry: Entry, a: State) -> str:
     return f"{_kind(entry)} that {a.path} does not have"
 
 
-def has_model_alone(state: State, earlier: Sequence[State]) -> bool:
-    """Whether a state is to have the model alone.
+_NUMBER = re.compile(r"\d+")
 
-    Not if it is a folder, and an earlier one with the same files had a trainer's next to them: it is the next
-    checkpoint of a training.
+
+def _follows(state: State, earlier: Sequence[State]) -> bool:
+    """Whether a state is the next checkpoint of a training after one with an optimizer: their names differ in a number.
+
+    Not of ``torch.distributed.checkpoint``, whose last one of a training may have the model alone under such a name.
     """
-    before = [one for one in earlier if one.is_whole and one.has_optimizer and {*state.sources} <= {*one.sources}]
-    return state.is_weights and not (state.is_folder and before)
+    if state.is_live or any(one.endswith(".distcp") for one in state.sources):
+        return False
+    name = Path(state.path).name
+    before = [one for one in earlier if one.has_optimizer and not one.is_live and Path(one.path).name != name]
+    return any(_stem(Path(one.path).name) == _stem(name) and _stems(state) <= _stems(one) for one in before)
+
+
+def _stem(name: str) -> str:
+    return _NUMBER.sub("#", name)
+
+
+def _stems(state: State) -> set[str]:
+    return {*map(_stem, state.sources)}
 
 
 def without_frozen(a: State, b: State) -> set[EntryKey]:
@@ -150,15 +221,6 @@ def _unit(state: State) -> str:
     return "rank" if state.is_live else "file"
 
 
-def _sections_missing(a: State, sections: Collection[str], wanted: Collection[str]) -> Iterator[Difference]:
-    for section in wanted:
-        mine = [key for key in a.entries if key.section == section]
-        if mine and section not in sections and section != SCHEDULER:
-            yield Difference(
-                EntryKey(section, f"the {section}"), "missing", f"none of its {len(mine)} entries is there"
-            )
-
-
 def _entry(entry: Entry, other: Entry | None, a: State, b: State, known: Known) -> Iterator[Difference]:
     """Yield what differs in one entry; it is compared once if it is a parameter under a second name in both."""
     pair = _untied(entry, other, a, b)
@@ -232,7 +294,7 @@ def _number(entry: Entry) -> float | None:
 
 
 def _value(entry: Entry) -> str:
-    return next(iter(entry.values.values()))
+    return next(iter(entry.values.values()), "")
 
 
 def _kind(entry: Entry) -> str:

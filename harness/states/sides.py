@@ -13,9 +13,18 @@ import torch
 
 from shardproof import door
 from shardproof.door import BadFile
-from shardproof.harness.states import blocks, files, maps
+from shardproof.harness.states import blocks, files, maps, schedulers
 from shardproof.harness.states.blocks import BlockSums, Sums
-from shardproof.harness.states.snapshot import EXTRA, MODEL, OPTIMIZER, UNCOMPARED, EntryLine, RankLine, SumsLine
+from shardproof.harness.states.snapshot import (
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    SCHEDULER,
+    UNCOMPARED,
+    EntryLine,
+    RankLine,
+    SumsLine,
+)
 from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.tensors.layouts import put_into
 from shardproof.harness.tensors.lines import box_of
@@ -110,7 +119,6 @@ class State:
         what: what it is, for a headline: "2 ranks of a training", "a checkpoint".
         sources: the ranks or files, in their order.
         is_live: whether it is the snapshot of a training, of which all entries have sections.
-        is_folder: whether it is a folder of files.
         is_whole: whether it is one with files of a trainer, which has more than the model.
     """
 
@@ -120,15 +128,14 @@ class State:
     is_live: bool
     step: int | None = None
     entries: dict[EntryKey, Entry] = dataclasses.field(default_factory=dict)
-    is_folder: bool = False
     is_whole: bool = False
 
     @property
     def is_weights(self) -> bool:
-        """Whether it has the model alone by what it is: a receiver, or a format of Hugging Face's without a trainer."""
-        if self.is_live:
-            return not self.has_optimizer
-        return not self.is_whole and all(map(_OF_WEIGHTS.search, self.sources))
+        """Whether it has the model alone: a receiver, or files in which nothing is of a trainer."""
+        if self.is_live or self.has_optimizer or self.is_whole:
+            return self.is_live and not self.has_optimizer
+        return not any(key.section == SCHEDULER or _is_of_trainer(key, one) for key, one in self.entries.items())
 
     @property
     def is_adapter(self) -> bool:
@@ -221,8 +228,15 @@ def _add(state: State, line: _Line, source: str, file: Path) -> None:
         entry.held.append(Holding(source, line.box, line.sums))
 
 
-#: The names of files that have a model without its optimizer.
-_OF_WEIGHTS = re.compile(r"\.safetensors$|^pytorch_model.*\.bin$|^adapter_model.*\.bin$")
+#: Values next to a model with which a training goes on, and states of generators, as words of names.
+_COUNTERS = re.compile(
+    r"(^|\.)(train_state|(\w+_)?(steps?|epochs?|iters?|iterations?|iter_num|scaler)|\w*(optim|rng|random)\w*)(\.|$)"
+)
+
+
+def _is_of_trainer(key: EntryKey, entry: Entry) -> bool:
+    """Whether an entry is none of a model, and one with which a training goes on."""
+    return (key.section == EXTRA or not entry.is_tensor) and _COUNTERS.search(key.name) is not None
 
 
 # Checkpoints -------------------------------------------------------------------------------------
@@ -233,11 +247,12 @@ def _checkpoint(path: str) -> State:
     sources = tuple(dict.fromkeys(part.source for entry in found for part in entry.parts))
     state = State(
         path, f"{len(found)} entries in {len(sources)} file{'s' if len(sources) != 1 else ''}", sources, False,
-        is_folder=Path(path).is_dir(), is_whole=files.has_trainer(path),
+        is_whole=files.has_trainer(path),
     )  # fmt: skip
     lists: dict[EntryKey, list[Any]] = {}
+    of_schedulers = _schedulers(found)
     for one in found:
-        key = _key_of(one.name, state.is_whole)
+        key = _key_of(one.name, of_schedulers)
         if key.section == OPTIMIZER and key.key in UNCOMPARED:
             continue
         entry = Entry(key, "state" if key.section == OPTIMIZER else "", tied=one.tied)
@@ -274,16 +289,29 @@ def _loader(entry: files.Entry) -> Callable[[], torch.Tensor]:
     return load
 
 
-#: What begins the entries of a trainer's files next to a model, of which a training has other forms, or none.
-_OF_TRAINER = re.compile(r"(scheduler|rng_state)(_\d+)?\.")
-
 #: What begins the entries of an optimizer in a file, and how its states are named: by numbers, or by parameters.
 _OF_OPTIMIZER = re.compile(r"(?:(?:.*\.)?(?:optim\w*|opt)\.)?(state|param_groups)\.(.*)$")
 
 
-def _key_of(name: str, has_trainer: bool) -> EntryKey:
-    """Return the place of an entry of a file, by its name there; a folder may have files of a trainer."""
-    if has_trainer and _OF_TRAINER.match(name):
+def _schedulers(found: Sequence[files.Entry]) -> Mapping[str, str]:
+    """Return what precedes the keys of each scheduler's state in the names of a file, and in those of the state.
+
+    A module of a model may be named so too, and has tensors alone.
+    """
+    begins = dict.fromkeys(schedulers.beginning_of(one.name) for one in found if one.shape is None)
+    every = [one for one in begins if one]
+    return {one: one if len(every) > 1 else "" for one in every}
+
+
+#: The file of states of generators next to a model, whose name precedes its entries.
+_OF_GENERATORS = re.compile(r"rng_state(_\d+)?\.")
+
+
+def _key_of(name: str, of_schedulers: Mapping[str, str]) -> EntryKey:
+    """Return the place of an entry of a file, by its name there."""
+    if (begin := schedulers.beginning_of(name)) in of_schedulers:
+        return EntryKey(SCHEDULER, of_schedulers[begin] + name.removeprefix(begin))
+    if _OF_GENERATORS.match(name):
         return EntryKey(EXTRA, name)
     match = _OF_OPTIMIZER.match(name)
     if match is None:
@@ -412,12 +440,18 @@ def aligned(state: State, to: State) -> tuple[State, str]:
     wanted = {key.name for key in to.entries if key.section == MODEL}
     state = _with_adapter(state, wanted)
     best = maps.beginning([key.name for key in state.entries if key.section == MODEL], wanted.__contains__)
+    right = {key.name for key in to.entries if key.section == SCHEDULER}
+    begin = maps.beginning([key.name for key in state.entries if key.section == SCHEDULER], right.__contains__)
     numbers = {str(one.position): one.key.name for one in to.entries.values() if one.position is not None}
     changed = dataclasses.replace(state, entries={})
     for key, entry in state.entries.items():
         if key.section == MODEL:
             inside = key.name.startswith(best)
-            key = EntryKey(MODEL, key.name[len(best) :]) if inside else EntryKey(EXTRA, key.name)
+            is_model = inside and (bool(best) or not _is_of_trainer(key, entry))
+            key = EntryKey(MODEL, key.name[len(best) :]) if is_model else EntryKey(EXTRA, key.name)
+        elif key.section == SCHEDULER and begin:
+            inside = key.name.startswith(begin)
+            key = EntryKey(SCHEDULER, key.name[len(begin) :]) if inside else EntryKey(EXTRA, key.name)
         elif key.section == OPTIMIZER and not key.name.startswith("group "):
             key = EntryKey(OPTIMIZER, numbers.get(key.name, key.name.removeprefix(best)), key.key)
         tied = entry.tied.removeprefix(best)
