@@ -76,6 +76,7 @@ class Entry:
     trains: bool | None = None
     stepped_by: str = ""
     position: int | None = None
+    optimizer: int = 0
     tied: str = ""
     load: Callable[[], torch.Tensor] | None = None
     order: str = ""
@@ -216,7 +217,8 @@ def _add(state: State, line: _Line, source: str, file: Path) -> None:
     key = EntryKey(fields.section, fields.name, fields.key)
     made = Entry(key, fields.kind, fields.dtype, shape, trains=fields.trains, tied=fields.tied)
     if fields.stepper is not None:
-        made.stepped_by, made.position = fields.stepper.group, fields.stepper.position
+        told = fields.stepper
+        made.stepped_by, made.position, made.optimizer = told.group, told.position, told.optimizer
     if fields.unit is not None:
         made.unit, made.offset = fields.unit.name, fields.unit.offset
     entry = state.entries.setdefault(key, made)
@@ -230,13 +232,18 @@ def _add(state: State, line: _Line, source: str, file: Path) -> None:
 
 #: Values next to a model with which a training goes on, and states of generators, as words of names.
 _COUNTERS = re.compile(
-    r"(^|\.)(train_state|(\w+_)?(steps?|epochs?|iters?|iterations?|iter_num|scaler)|\w*(optim|rng|random)\w*)(\.|$)"
+    r"(^|\.)(train_state|dataloader|(\w+_)?(steps?|epochs?|iters?|iterations?|iter_num|scaler)|\w*(optim|rng|random)\w*)(\.|$)"
 )
+
+
+#: Of these also tensors are a trainer's, as in checkpoints of torchtitan, which have no word before the model's names.
+_NEVER_OF_A_MODEL = re.compile(r"(train_state|dataloader|\w*rng_states?)(\.|$)")
 
 
 def _is_of_trainer(key: EntryKey, entry: Entry) -> bool:
     """Whether an entry is none of a model, and one with which a training goes on."""
-    return (key.section == EXTRA or not entry.is_tensor) and _COUNTERS.search(key.name) is not None
+    is_free = key.section == EXTRA or not entry.is_tensor or _NEVER_OF_A_MODEL.match(key.name) is not None
+    return is_free and _COUNTERS.search(key.name) is not None
 
 
 # Checkpoints -------------------------------------------------------------------------------------
@@ -250,9 +257,9 @@ def _checkpoint(path: str) -> State:
         is_whole=files.has_trainer(path),
     )  # fmt: skip
     lists: dict[EntryKey, list[Any]] = {}
-    of_schedulers = _schedulers(found)
+    begins = _schedulers(found), _optimizers(found)
     for one in found:
-        key = _key_of(one.name, of_schedulers)
+        key = _key_of(one.name, *begins)
         if key.section == OPTIMIZER and key.key in UNCOMPARED:
             continue
         entry = Entry(key, "state" if key.section == OPTIMIZER else "", tied=one.tied)
@@ -290,7 +297,13 @@ def _loader(entry: files.Entry) -> Callable[[], torch.Tensor]:
 
 
 #: What begins the entries of an optimizer in a file, and how its states are named: by numbers, or by parameters.
-_OF_OPTIMIZER = re.compile(r"(?:(?:.*\.)?(?:optim\w*|opt)\.)?(state|param_groups)\.(.*)$")
+_OF_OPTIMIZER = re.compile(r"((?:.*\.)?(?:optim\w*|opt)\.(?:\d+\.)?)?(state|param_groups)\.(.*)$")
+
+
+def _optimizers(found: Sequence[files.Entry]) -> Mapping[str, str]:
+    """Return the number of each optimizer of a file, by what precedes its entries; empty if there is one."""
+    begins = dict.fromkeys(match[1] or "" for one in found if (match := _OF_OPTIMIZER.match(one.name)))
+    return {one: f"{number}:" if len(begins) > 1 else "" for number, one in enumerate(begins)}
 
 
 def _schedulers(found: Sequence[files.Entry]) -> Mapping[str, str]:
@@ -307,7 +320,7 @@ def _schedulers(found: Sequence[files.Entry]) -> Mapping[str, str]:
 _OF_GENERATORS = re.compile(r"rng_state(_\d+)?\.")
 
 
-def _key_of(name: str, of_schedulers: Mapping[str, str]) -> EntryKey:
+def _key_of(name: str, of_schedulers: Mapping[str, str], of_optimizers: Mapping[str, str]) -> EntryKey:
     """Return the place of an entry of a file, by its name there."""
     if (begin := schedulers.beginning_of(name)) in of_schedulers:
         return EntryKey(SCHEDULER, of_schedulers[begin] + name.removeprefix(begin))
@@ -316,13 +329,14 @@ def _key_of(name: str, of_schedulers: Mapping[str, str]) -> EntryKey:
     match = _OF_OPTIMIZER.match(name)
     if match is None:
         return EntryKey(MODEL, name)
-    what, rest = match[1], match[2]
+    number, what, rest = of_optimizers[match[1] or ""], match[2], match[3]
     if what == "state":
         parameter, _, last = rest.rpartition(".")
-        return EntryKey(OPTIMIZER, parameter, last) if parameter else EntryKey(EXTRA, name)
+        own = f"{number}{parameter}" if parameter.isdigit() else parameter
+        return EntryKey(OPTIMIZER, own, last) if parameter else EntryKey(EXTRA, name)
     # A list has its places behind its key: "0.params.3", "0.betas.1".
     group, _, last = rest.partition(".")
-    return EntryKey(OPTIMIZER, f"group {group}", last.partition(".")[0])
+    return EntryKey(OPTIMIZER, f"group {number}{group}", last.partition(".")[0])
 
 
 def renamed(state: State, rules: Sequence[str]) -> State:
@@ -431,6 +445,41 @@ def _with_adapter(state: State, wanted: Collection[str]) -> State:
     return dataclasses.replace(state, entries=found)
 
 
+#: Words before the names of an average of a model, which may be in a file next to it.
+_OF_AVERAGE = re.compile(r"(^|\.)(\w*ema|ema_\w+|\w*average\w*|shadow\w*|teacher\w*|swa\w*)\.", re.IGNORECASE)
+
+#: The number of an optimizer before that of a parameter or a group, where a file has several.
+_OF_SEVERAL = re.compile(r"(group )?(\d+):(\d+)")
+
+
+def _numbers(state: State, to: State) -> dict[str, str]:
+    """Return the names of parameters by the numbers that a file gives them: "1:4" is the fifth of a second optimizer.
+
+    An optimizer of a file is that one of the training of whose parameters its states have the shapes, and the first of
+    several such ones. The numbers of its groups are there too.
+    """
+    places: dict[int, dict[str, Entry]] = {}
+    for one in to.entries.values():
+        if one.position is not None and not one.tied:
+            places.setdefault(one.optimizer, {})[str(one.position)] = one
+    shapes: dict[str, dict[str, set[tuple[int, ...]]]] = {}
+    for key, entry in state.entries.items():
+        if key.section == OPTIMIZER and (match := _OF_SEVERAL.fullmatch(key.name)) and not match[1]:
+            its = shapes.setdefault(match[2], {}).setdefault(match[3], set())
+            its |= {entry.shape} if entry.numel > 1 else set()
+    if not shapes:
+        return {place: one.key.name for place, one in places.get(0, {}).items()}
+    found: dict[str, str] = {}
+    for number, mine in shapes.items():
+        fits = [one for one, some in places.items() if all(place in some and its <= {some[place].shape}
+                                                           for place, its in mine.items())]  # fmt: skip
+        chosen = min(fits, key=lambda one: len(places[one]), default=int(number))
+        some = places.pop(chosen, {})
+        found |= {f"{number}:{place}": one.key.name for place, one in some.items()}
+        found[f"group {number}:"] = f"group {chosen}:"
+    return found
+
+
 def aligned(state: State, to: State) -> tuple[State, str]:
     """Return a state whose names are those of another, and what its own names began with before.
 
@@ -439,10 +488,12 @@ def aligned(state: State, to: State) -> tuple[State, str]:
     """
     wanted = {key.name for key in to.entries if key.section == MODEL}
     state = _with_adapter(state, wanted)
-    best = maps.beginning([key.name for key in state.entries if key.section == MODEL], wanted.__contains__)
+    names = [key.name for key in state.entries if key.section == MODEL]
+    best = maps.beginning([one for one in names if not _OF_AVERAGE.search(one)], wanted.__contains__)
+    best = best or maps.beginning(names, wanted.__contains__)
     right = {key.name for key in to.entries if key.section == SCHEDULER}
     begin = maps.beginning([key.name for key in state.entries if key.section == SCHEDULER], right.__contains__)
-    numbers = {str(one.position): one.key.name for one in to.entries.values() if one.position is not None}
+    numbers = _numbers(state, to)
     changed = dataclasses.replace(state, entries={})
     for key, entry in state.entries.items():
         if key.section == MODEL:
@@ -452,8 +503,11 @@ def aligned(state: State, to: State) -> tuple[State, str]:
         elif key.section == SCHEDULER and begin:
             inside = key.name.startswith(begin)
             key = EntryKey(SCHEDULER, key.name[len(begin) :]) if inside else EntryKey(EXTRA, key.name)
-        elif key.section == OPTIMIZER and not key.name.startswith("group "):
-            key = EntryKey(OPTIMIZER, numbers.get(key.name, key.name.removeprefix(best)), key.key)
+        elif key.section == OPTIMIZER and key.name.startswith("group "):
+            before, colon, group = key.name.partition(":")
+            key = key._replace(name=numbers.get(f"{before}{colon}", f"{before}{colon}") + group) if colon else key
+        elif key.section == OPTIMIZER:
+            key = EntryKey(OPTIMIZER, numbers.get(key.name) or key.name.removeprefix(best), key.key)
         tied = entry.tied.removeprefix(best)
         changed.entries[key] = dataclasses.replace(entry, key=key, tied=tied)
     return changed, best
