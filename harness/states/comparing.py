@@ -87,7 +87,8 @@ def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Differ
             other = b.entries.get(key)
             moved = astray.take(entry) if other is None and not _is_under_another_name(entry, a, b) else ""
             found += [Difference(key, "another name", moved)] if moved else _entry(entry, other, a, b, known)
-    found += _of_schedulers(a, b) if SCHEDULER in sections else ()
+    found += _of_values(SCHEDULER, a, b) if SCHEDULER in sections else ()
+    found = _by_number([*found, *([] if EXTRA in sections else _of_your_own(a, b))])
     return [*found, *_extra(a, b, sections, astray.taken)]
 
 
@@ -96,12 +97,45 @@ def _is_told(entry: Entry) -> bool:
     return entry.key.section == SCHEDULER and not entry.is_tensor
 
 
-def _of_schedulers(a: State, b: State) -> Iterator[Difference]:
-    mine, its = ({one.key.name: _value(one) for one in state.entries.values() if _is_told(one)} for state in (a, b))
-    tensors = {key.name for state in (a, b) for key, one in state.entries.items() if one.is_tensor}
-    some, others = ({name: text for name, text in one.items() if name not in tensors} for one in (mine, its))
-    for name, kind, text in schedulers.compare(some, others, b.path, a.path, are_live=a.is_live and b.is_live):
-        yield Difference(EntryKey(SCHEDULER, name), kind, text)
+def _of_values(section: str, a: State, b: State) -> Iterator[Difference]:
+    """Compare the values of a section, lists as lists."""
+    mine, its = (
+        {key.name: _value(one) for key, one in state.entries.items() if key.section == section and not one.is_tensor}
+        for state in (a, b)
+    )
+    if section == EXTRA:  # of which a file has others, and need not have any
+        same = schedulers.values_of(mine).keys() & schedulers.values_of(its).keys()
+        mine, its = ({name: text for name, text in one.items() if schedulers.values_of({name: text}).keys() & same}
+                     for one in (mine, its))  # fmt: skip
+    for name, kind, text in schedulers.compare(mine, its, b.path, a.path, are_live=a.is_live and b.is_live):
+        key = EntryKey(section, name)
+        if not any(key in one.entries and one.entries[key].is_tensor for one in (a, b)):
+            yield Difference(key, kind, text)
+
+
+def _of_your_own(a: State, b: State) -> Iterator[Difference]:
+    """Compare the values of a training's ``extra`` that the other state has under the same names."""
+    yield from _of_values(EXTRA, a, b)
+    for key, entry in a.entries.items():
+        other = b.entries.get(key) if key.section == EXTRA else None
+        if other is not None and (entry.is_tensor or other.is_tensor):
+            yield from _same_name(entry, other, Known({}, ()))
+
+
+_ANOTHERS = re.compile(r"has the values of (?:its like in )?(?:\S+ of )?([^\s,]+)")
+
+
+def _by_number(found: Sequence[Difference]) -> list[Difference]:
+    """Say in one line that an optimizer's states are those of other parameters, if the parameters are their own."""
+    astray = [one for one in found if one.kind == "another's" and "of the same parameter" not in one.text]
+    mine = [one for one in astray if one.key.section == OPTIMIZER]
+    names = [*dict.fromkeys(one.key.name for one in mine)]
+    if len(names) < 2 or len(mine) < len(astray):
+        return [*found]
+    source = _ANOTHERS.match(mine[0].text)
+    such = f", as {names[0]} that of {source[1]}" if source else ""
+    text = f"is that of another parameter{such}: states by number need the same order of parameters"
+    return [one._replace(text=text) if one in mine else one for one in found]
 
 
 def _extra(a: State, b: State, sections: Collection[str], taken: Collection[EntryKey]) -> Iterator[Difference]:
