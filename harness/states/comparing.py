@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shardproof.harness.states import schedulers
+from shardproof.harness.states import folders, schedulers
 from shardproof.harness.states.differences import (
     Difference,
     Known,
@@ -79,7 +79,7 @@ def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Differ
     """
     known = Known(_by_hashes(a), earlier)
     sections, lacking, _ = scope(a, b, earlier=earlier)
-    found = [*lacking]
+    found = [*lacking, *_of_files(a, b)]
     left_out = without_frozen(a, b)
     astray = _Astray(a, b)
     for key, entry in a.entries.items():
@@ -95,6 +95,37 @@ def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Differ
 def _is_told(entry: Entry) -> bool:
     """Whether an entry is a value of a scheduler, of which all are compared together."""
     return entry.key.section == SCHEDULER and not entry.is_tensor
+
+
+def _of_files(a: State, b: State) -> Iterator[Difference]:
+    """Tell files of ranks that have the shards of another rank of a training, or of none, as of other numbers of ranks.
+
+    Nothing is told if no file has those of its rank or another: the training may be another one.
+    """
+    ranks = {file: rank for file in b.sources if (rank := folders.rank_of(file)) is not None}
+    if not a.is_live or b.is_live or not {*ranks.values()} <= {*range(len(a.sources))}:
+        return
+    mine, its = _boxes(a), _boxes(b)
+    owners = {file: [rank for rank, source in enumerate(a.sources) if mine.get(source) == its[file]]
+              for file in ranks if file in its}  # fmt: skip
+    for file, found in owners.items():
+        key = EntryKey(MODEL, file)
+        if found and ranks[file] not in found:
+            yield Difference(key, "another rank's file", f"has the shards of {a.sources[found[0]]} of {a.path}")
+        elif not found and any(owners.values()):
+            yield Difference(key, "another rank's file", f"has shards that no rank of {a.path} has, as of another "
+                             "number of ranks")  # fmt: skip
+
+
+def _boxes(state: State) -> dict[str, set[tuple[str, Box]]]:
+    """Return what each rank or file has of the parameters of which it has a part."""
+    found: dict[str, set[tuple[str, Box]]] = {}
+    for key, entry in state.entries.items():
+        if key.section == MODEL and not entry.tied:
+            for one in entry.held:
+                if one.box.numel:
+                    found.setdefault(one.source, set()).update({(key.name, one.box)} - {(key.name, Box(entry.shape))})
+    return found
 
 
 def _of_values(section: str, a: State, b: State) -> Iterator[Difference]:

@@ -297,7 +297,7 @@ def _loader(entry: files.Entry) -> Callable[[], torch.Tensor]:
 
 
 #: What begins the entries of an optimizer in a file, and how its states are named: by numbers, or by parameters.
-_OF_OPTIMIZER = re.compile(r"((?:.*\.)?(?:optim\w*|opt)\.(?:\d+\.)?)?(state|param_groups)\.(.*)$")
+_OF_OPTIMIZER = re.compile(r"((?:.*\.)?(?:\w*optim\w*|opt(?:_\w+)?)\.(?:\d+\.)?)?(state|param_groups)\.(.*)$")
 
 
 def _optimizers(found: Sequence[files.Entry]) -> Mapping[str, str]:
