@@ -49,24 +49,33 @@ def scope(a: State, b: State, *, earlier: Sequence[State] = ()) -> Scope:
         earlier: states of the same training.
     """
     sections, lacking, left = [], list[Difference](), list[str]()
-    are_live = a.is_live and b.is_live
-    alone = [one.path for one in (a, b) if one.is_weights and not (one is b and _follows(b, earlier))]
-    for section in (MODEL, OPTIMIZER, SCHEDULER, *[EXTRA] * are_live):
+    alone = _alone(a, b, earlier)
+    for section in (MODEL, OPTIMIZER, SCHEDULER, *[EXTRA] * (a.is_live and b.is_live)):
         mine, its = (sum(key.section == section for key in one.entries) for one in (a, b))
+        count, has, without = mine or its, *((a, b) if mine else (b, a))
         if its and (mine or section == MODEL):
             sections.append(section)
-        elif mine or its:
-            has, without = (a, b) if mine else (b, a)
-            its_entries = f"none of its {mine or its} entries is there"
-            is_free = section == EXTRA or (section == SCHEDULER and not mine and a.is_live and not b.is_live)
-            if section != MODEL and (without.path in alone or is_free):
-                left.append(f"the {section} of {has.path} ({mine or its} entries)")
-            else:
-                text = its_entries if mine else f"none of its {its} entries is in {a.path}"
-                lacking.append(Difference(EntryKey(section, f"the {section}"), "missing", text))
+        elif count and _is_left_out(section, without.path in alone, without is a and a.is_live and not b.is_live):
+            left.append(f"the {section} of {has.path} ({count} entries)")
+        elif count:
+            text = f"none of its {count} entries is {'there' if mine else f'in {a.path}'}"
+            lacking.append(Difference(EntryKey(section, f"the {section}"), "missing", text))
+    return Scope(tuple(sections), tuple(lacking), _told(left, alone))
+
+
+def _alone(a: State, b: State, earlier: Sequence[State]) -> list[str]:
+    """Return which states have the model alone, and are to have no more."""
+    return [one.path for one in (a, b) if one.is_weights and not (one is b and _follows(b, earlier))]
+
+
+def _is_left_out(section: str, is_alone: bool, is_of_file: bool) -> bool:
+    """Whether a state need not have a section: your own values and a file's scheduler may be left out in a training."""
+    return section == EXTRA or (section != MODEL and is_alone) or (section == SCHEDULER and is_of_file)
+
+
+def _told(left: Sequence[str], alone: Sequence[str]) -> str:
     why = f"{alone[0]} has the model alone" if alone else "the other state was written without"
-    told = f"not compared: {' and '.join(left)}: {why}" if left else ""
-    return Scope(tuple(sections), tuple(lacking), told)
+    return f"not compared: {' and '.join(left)}: {why}" if left else ""
 
 
 def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Difference]:

@@ -48,9 +48,7 @@ def of_tensors(entry: Entry, other: Entry, known: Known) -> Difference | None:
     if other.order == TRANSPOSED and math.isclose(entry.total.squares, other.total.squares, rel_tol=_SAME_NORM):
         return None  # of digests alone
     if entry.shape != other.shape:
-        kind, text = _shapes(entry, other)
-        same = _known_elsewhere(entry, other, Known(known.entries, ())) if kind == "shape" and other.held else None
-        return Difference(entry.key, *((same[0], f"{same[1]}, and {text}") if same else (kind, text)))
+        return _of_shapes(entry, other, known)
     mine, its = entry.total, other.total
     if other.order and hashes_of(mine) == hashes_of(its):
         return Difference(entry.key, "order", ORDERED)
@@ -62,6 +60,12 @@ def of_tensors(entry: Entry, other: Entry, known: Known) -> Difference | None:
     if not wrong or _is_ordered(entry, other):
         return None
     return _of_values(entry, other, known, wrong)
+
+
+def _of_shapes(entry: Entry, other: Entry, known: Known) -> Difference:
+    kind, text = _shapes(entry, other)
+    same = _known_elsewhere(entry, other, Known(known.entries, ())) if kind == "shape" and other.held else None
+    return Difference(entry.key, *((same[0], f"{same[1]}, and {text}") if same else (kind, text)))
 
 
 def _is_ordered(entry: Entry, other: Entry) -> bool:

@@ -462,11 +462,7 @@ def _numbers(state: State, to: State) -> dict[str, str]:
     for one in to.entries.values():
         if one.position is not None and not one.tied:
             places.setdefault(one.optimizer, {})[str(one.position)] = one
-    shapes: dict[str, dict[str, set[tuple[int, ...]]]] = {}
-    for key, entry in state.entries.items():
-        if key.section == OPTIMIZER and (match := _OF_SEVERAL.fullmatch(key.name)) and not match[1]:
-            its = shapes.setdefault(match[2], {}).setdefault(match[3], set())
-            its |= {entry.shape} if entry.numel > 1 else set()
+    shapes = _shapes_by_number(state)
     if not shapes:
         return {place: one.key.name for place, one in places.get(0, {}).items()}
     found: dict[str, str] = {}
@@ -480,34 +476,54 @@ def _numbers(state: State, to: State) -> dict[str, str]:
     return found
 
 
+def _shapes_by_number(state: State) -> dict[str, dict[str, set[tuple[int, ...]]]]:
+    """Return the shapes of the states of several optimizers, by the numbers of these and of parameters."""
+    shapes: dict[str, dict[str, set[tuple[int, ...]]]] = {}
+    for key, entry in state.entries.items():
+        if key.section == OPTIMIZER and (match := _OF_SEVERAL.fullmatch(key.name)) and not match[1]:
+            its = shapes.setdefault(match[2], {}).setdefault(match[3], set())
+            its |= {entry.shape} if entry.numel > 1 else set()
+    return shapes
+
+
 def aligned(state: State, to: State) -> tuple[State, str]:
     """Return a state whose names are those of another, and what its own names began with before.
 
     Wrappers and containers put words before the names of parameters. The beginning is that with which most names are
     the other's. States of an optimizer that have numbers get the names of the other's parameters.
     """
-    wanted = {key.name for key in to.entries if key.section == MODEL}
-    state = _with_adapter(state, wanted)
-    names = [key.name for key in state.entries if key.section == MODEL]
-    best = maps.beginning([one for one in names if not _OF_AVERAGE.search(one)], wanted.__contains__)
-    best = best or maps.beginning(names, wanted.__contains__)
-    right = {key.name for key in to.entries if key.section == SCHEDULER}
-    begin = maps.beginning([key.name for key in state.entries if key.section == SCHEDULER], right.__contains__)
+    wanted = _names_in(to, MODEL)
+    state = _with_adapter(state, {*wanted})
+    names = _names_in(state, MODEL)
+    best = maps.beginning([one for one in names if not _OF_AVERAGE.search(one)], {*wanted}.__contains__)
+    best = best or maps.beginning(names, {*wanted}.__contains__)
+    begin = maps.beginning(_names_in(state, SCHEDULER), {*_names_in(to, SCHEDULER)}.__contains__)
     numbers = _numbers(state, to)
     changed = dataclasses.replace(state, entries={})
-    for key, entry in state.entries.items():
-        if key.section == MODEL:
-            inside = key.name.startswith(best)
-            is_model = inside and (bool(best) or not _is_of_trainer(key, entry))
-            key = EntryKey(MODEL, key.name[len(best) :]) if is_model else EntryKey(EXTRA, key.name)
-        elif key.section == SCHEDULER and begin:
-            inside = key.name.startswith(begin)
-            key = EntryKey(SCHEDULER, key.name[len(begin) :]) if inside else EntryKey(EXTRA, key.name)
-        elif key.section == OPTIMIZER and key.name.startswith("group "):
-            before, colon, group = key.name.partition(":")
-            key = key._replace(name=numbers.get(f"{before}{colon}", f"{before}{colon}") + group) if colon else key
-        elif key.section == OPTIMIZER:
-            key = EntryKey(OPTIMIZER, numbers.get(key.name) or key.name.removeprefix(best), key.key)
-        tied = entry.tied.removeprefix(best)
-        changed.entries[key] = dataclasses.replace(entry, key=key, tied=tied)
+    for old, entry in state.entries.items():
+        key = _aligned_key(old, entry, {MODEL: best, SCHEDULER: begin}.get(old.section, ""))
+        if key.section == OPTIMIZER:
+            key = key._replace(name=_by_parameter(key.name, numbers, best))
+        changed.entries[key] = dataclasses.replace(entry, key=key, tied=entry.tied.removeprefix(best))
     return changed, best
+
+
+def _names_in(state: State, section: str) -> list[str]:
+    return [key.name for key in state.entries if key.section == section]
+
+
+def _aligned_key(key: EntryKey, entry: Entry, begin: str) -> EntryKey:
+    """Return the place of an entry without what its section's names begin with; others are of no section."""
+    if key.section not in (MODEL, SCHEDULER):
+        return key
+    is_other = not begin and key.section == MODEL and _is_of_trainer(key, entry)
+    inside = key.name.startswith(begin) and not is_other
+    return EntryKey(key.section, key.name[len(begin) :], key.key) if inside else EntryKey(EXTRA, key.name)
+
+
+def _by_parameter(name: str, numbers: Mapping[str, str], best: str) -> str:
+    """Return the name of a parameter whose states an optimizer has, or of a group."""
+    if name.startswith("group "):
+        before, colon, group = name.partition(":")
+        return numbers.get(before + colon, before + colon) + group if colon else name
+    return numbers.get(name) or name.removeprefix(best)

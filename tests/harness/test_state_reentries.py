@@ -168,7 +168,7 @@ def test_the_state_of_a_scaler_and_counters(is_healthy, tmp_path, capsys):
     if is_healthy:
         assert lines == ["nothing differs"]
     else:
-        assert [line.partition(" ")[2].partition(" ")[0] for line in lines] == ["scaler.scale:", "step:", "more"]
+        assert [line.partition(" ")[2].partition(" ")[0] for line in lines] == ["scaler.scale:", "step:", "more:"]
     assert training.said(capsys, training.saved) == ["nothing differs"], "a file need not have them"
 
 

@@ -161,10 +161,11 @@ class Damage(NamedTuple):
 
 
 ALL = "step of words.weight, step of norm.weight, step of norm.bias and 4 more"
+CUT = "(has the shard of rank 0 alone: |lacks the last 15 rows: )?"
 SHARD = r"(, the shard of rank \d,)?"
 DAMAGES = {
     "a shard lost": Damage(
-        _rows("first"), r"model: up.weight: (has the shard of rank 0 alone: )?has the shape \[15, 16\] for \[30, 16\]"
+        _rows("first"), rf"model: up.weight: {CUT}has the shape \[15, 16\] for \[30, 16\]"
     ),
     "two swapped": Damage(
         _rows("second", "first"), r"model: up.weight: rows 0-14 of 30 and rows 15-29 of 30 are exchanged"
@@ -317,7 +318,7 @@ OF_ADAPTERS = {
     ),
     "a shard lost": (
         lambda saved: saved.update({"base_model.model.lora_B.weight": saved["base_model.model.lora_B.weight"][:15]}),
-        r"model: lora_B.default.weight: (has the shard of rank 0 alone: )?has the shape \[15, 4\] for \[30, 4\]",
+        rf"model: lora_B.default.weight: {CUT}has the shape \[15, 4\] for \[30, 4\]",
     ),
     "bfloat16": (
         lambda saved: saved.update({name: one.bfloat16() for name, one in saved.items()}),
