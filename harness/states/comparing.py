@@ -55,7 +55,7 @@ def scope(a: State, b: State, *, earlier: Sequence[State] = ()) -> Scope:
         count, has, without = mine or its, *((a, b) if mine else (b, a))
         if its and (mine or section == MODEL):
             sections.append(section)
-        elif count and _is_left_out(section, without.path in alone, without is a and a.is_live and not b.is_live):
+        elif count and _is_left_out(section, without, has, is_alone=without.path in alone, is_first=not mine):
             left.append(f"the {section} of {has.path} ({count} entries)")
         elif count:
             text = f"none of its {count} entries is {'there' if mine else f'in {a.path}'}"
@@ -68,9 +68,10 @@ def _alone(a: State, b: State, earlier: Sequence[State]) -> list[str]:
     return [one.path for one in (a, b) if one.is_weights and not (one is b and _follows(b, earlier))]
 
 
-def _is_left_out(section: str, is_alone: bool, is_of_file: bool) -> bool:
-    """Whether a state need not have a section: your own values and a file's scheduler may be left out in a training."""
-    return section == EXTRA or (section != MODEL and is_alone) or (section == SCHEDULER and is_of_file)
+def _is_left_out(section: str, without: State, has: State, *, is_alone: bool, is_first: bool) -> bool:
+    """Whether a state need not have a section: a training may be written without your own values or its scheduler."""
+    is_file = is_first and without.is_live and not has.is_live
+    return section == EXTRA or (section != MODEL and is_alone) or (section == SCHEDULER and is_file)
 
 
 def _told(left: Sequence[str], alone: Sequence[str]) -> str:
