@@ -2,8 +2,12 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+from shardproof.harness.states import folders, schedulers
 from shardproof.harness.states.differences import (
     Difference,
     Known,
@@ -21,8 +25,58 @@ from shardproof.harness.tensors.fingerprints import Box
 
 _NAMES = 3  # of entries that a line lists
 
-#: What two states are compared in; the last words of a state are its own.
-_SECTIONS = (MODEL, OPTIMIZER, SCHEDULER)
+
+class Scope(NamedTuple):
+    """The sections in which two states are compared.
+
+    Attributes:
+        sections: those that both have.
+        lacking: what is said of those that one side should have and has not.
+        left_out: a line that says which entries are not compared, and why; empty if there are none.
+    """
+
+    sections: tuple[str, ...]
+    lacking: tuple[Difference, ...]
+    left_out: str
+
+
+def scope(a: State, b: State, *, earlier: Sequence[State] = ()) -> Scope:
+    """Return the sections in which two states are compared; a state of the model alone lacks no other section.
+
+    Args:
+        a: the state as it should be.
+        b: with the names of ``a``.
+        earlier: states of the same training.
+    """
+    sections, lacking, left = [], list[Difference](), list[str]()
+    alone = _alone(a, b, earlier)
+    for section in (MODEL, OPTIMIZER, SCHEDULER, *[EXTRA] * (a.is_live and b.is_live)):
+        mine, its = (sum(key.section == section for key in one.entries) for one in (a, b))
+        count, has, without = mine or its, *((a, b) if mine else (b, a))
+        if its and (mine or section == MODEL):
+            sections.append(section)
+        elif count and _is_left_out(section, without, has, is_alone=without.path in alone, is_first=not mine):
+            left.append(f"the {section} of {has.path} ({count} entries)")
+        elif count:
+            text = f"none of its {count} entries is {'there' if mine else f'in {a.path}'}"
+            lacking.append(Difference(EntryKey(section, f"the {section}"), "missing", text))
+    return Scope(tuple(sections), tuple(lacking), _told(left, alone))
+
+
+def _alone(a: State, b: State, earlier: Sequence[State]) -> list[str]:
+    """Return which states have the model alone, and are to have no more."""
+    return [one.path for one in (a, b) if one.is_weights and not (one is b and _follows(b, earlier))]
+
+
+def _is_left_out(section: str, without: State, has: State, *, is_alone: bool, is_first: bool) -> bool:
+    """Whether a state need not have a section: a training may be written without your own values or its scheduler."""
+    is_file = is_first and without.is_live and not has.is_live
+    return section == EXTRA or (section != MODEL and is_alone) or (section == SCHEDULER and is_file)
+
+
+def _told(left: Sequence[str], alone: Sequence[str]) -> str:
+    why = f"{alone[0]} has the model alone" if alone else "the other state was written without"
+    return f"not compared: {' and '.join(left)}: {why}" if left else ""
 
 
 def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Difference]:
@@ -34,25 +88,104 @@ def compare(a: State, b: State, *, earlier: Sequence[State] = ()) -> list[Differ
         earlier: states of the same training, which ``b`` may have entries of.
     """
     known = Known(_by_hashes(a), earlier)
-    sections = [one for one in _SECTIONS if any(key.section == one for key in b.entries)]
-    alone = (MODEL,) if has_model_alone(b, earlier) else _SECTIONS
-    found = [*_sections_missing(a, sections, alone)]
+    sections, lacking, _ = scope(a, b, earlier=earlier)
+    found = [*lacking, *_of_files(a, b)]
     left_out = without_frozen(a, b)
     astray = _Astray(a, b)
     for key, entry in a.entries.items():
-        if key.section in sections and entry.kind != "unsaved buffer" and key not in left_out:
+        if key.section in sections and entry.kind != "unsaved buffer" and key not in left_out and not _is_told(entry):
             other = b.entries.get(key)
             moved = astray.take(entry) if other is None and not _is_under_another_name(entry, a, b) else ""
             found += [Difference(key, "another name", moved)] if moved else _entry(entry, other, a, b, known)
+    found += _of_values(SCHEDULER, a, b) if SCHEDULER in sections else ()
+    found = _by_number([*found, *([] if EXTRA in sections else _of_your_own(a, b))])
     return [*found, *_extra(a, b, sections, astray.taken)]
+
+
+def _is_told(entry: Entry) -> bool:
+    """Whether an entry is a value of a scheduler, of which all are compared together."""
+    return entry.key.section == SCHEDULER and not entry.is_tensor
+
+
+def _of_files(a: State, b: State) -> Iterator[Difference]:
+    """Tell files of ranks that have the shards of another rank of a training, or of none, as of other numbers of ranks.
+
+    Nothing is told if no file has those of its rank or another: the training may be another one.
+    """
+    ranks = {file: rank for file in b.sources if (rank := folders.rank_of(file)) is not None}
+    if not a.is_live or b.is_live or not {*ranks.values()} <= {*range(len(a.sources))}:
+        return
+    mine, its = _boxes(a), _boxes(b)
+    owners = {file: [rank for rank, source in enumerate(a.sources) if mine.get(source) == its[file]]
+              for file in ranks if file in its}  # fmt: skip
+    for file, found in owners.items():
+        key = EntryKey(MODEL, file)
+        if found and ranks[file] not in found:
+            yield Difference(key, "another rank's file", f"has the shards of {a.sources[found[0]]} of {a.path}")
+        elif not found and any(owners.values()):
+            yield Difference(key, "another rank's file", f"has shards that no rank of {a.path} has, as of another "
+                             "number of ranks")  # fmt: skip
+
+
+def _boxes(state: State) -> dict[str, set[tuple[str, Box]]]:
+    """Return what each rank or file has of the parameters of which it has a part."""
+    found: dict[str, set[tuple[str, Box]]] = {}
+    for key, entry in state.entries.items():
+        if key.section == MODEL and not entry.tied:
+            for one in entry.held:
+                if one.box.numel:
+                    found.setdefault(one.source, set()).update({(key.name, one.box)} - {(key.name, Box(entry.shape))})
+    return found
+
+
+def _of_values(section: str, a: State, b: State) -> Iterator[Difference]:
+    """Compare the values of a section, lists as lists."""
+    mine, its = (
+        {key.name: _value(one) for key, one in state.entries.items() if key.section == section and not one.is_tensor}
+        for state in (a, b)
+    )
+    if section == EXTRA:  # of which a file has others, and need not have any
+        same = schedulers.values_of(mine).keys() & schedulers.values_of(its).keys()
+        mine, its = ({name: text for name, text in one.items() if schedulers.values_of({name: text}).keys() & same}
+                     for one in (mine, its))  # fmt: skip
+    for name, kind, text in schedulers.compare(mine, its, b.path, a.path, are_live=a.is_live and b.is_live):
+        key = EntryKey(section, name)
+        if not any(key in one.entries and one.entries[key].is_tensor for one in (a, b)):
+            yield Difference(key, kind, text)
+
+
+def _of_your_own(a: State, b: State) -> Iterator[Difference]:
+    """Compare the values of a training's ``extra`` that the other state has under the same names."""
+    yield from _of_values(EXTRA, a, b)
+    for key, entry in a.entries.items():
+        other = b.entries.get(key) if key.section == EXTRA else None
+        if other is not None and (entry.is_tensor or other.is_tensor):
+            yield from _same_name(entry, other, Known({}, ()))
+
+
+_ANOTHERS = re.compile(r"has the values of (?:its like in )?(?:\S+ of )?([^\s,]+)")
+
+
+def _by_number(found: Sequence[Difference]) -> list[Difference]:
+    """Say in one line that an optimizer's states are those of other parameters, if the parameters are their own."""
+    astray = [one for one in found if one.kind == "another's" and "of the same parameter" not in one.text]
+    mine = [one for one in astray if one.key.section == OPTIMIZER]
+    names = [*dict.fromkeys(one.key.name for one in mine)]
+    if len(names) < 2 or len(mine) < len(astray):
+        return [*found]
+    source = _ANOTHERS.match(mine[0].text)
+    such = f", as {names[0]} that of {source[1]}" if source else ""
+    text = f"is that of another parameter{such}: states by number need the same order of parameters"
+    return [one._replace(text=text) if one in mine else one for one in found]
 
 
 def _extra(a: State, b: State, sections: Collection[str], taken: Collection[EntryKey]) -> Iterator[Difference]:
     """Yield the entries that only the second state has."""
     for key, entry in b.entries.items():
-        if key in a.entries or key in taken or key.section not in sections or entry.kind == "unsaved buffer":
-            continue
-        yield Difference(key, "unexpected", _unexpected(entry, a))
+        is_compared = key.section in sections and entry.kind != "unsaved buffer" and not _is_told(entry)
+        is_second = not a.is_live and EntryKey(MODEL, entry.tied) in a.entries  # a file may have one of two tied ones
+        if is_compared and not is_second and key not in a.entries and key not in taken:
+            yield Difference(key, "unexpected", _unexpected(entry, a))
 
 
 def _unexpected(entry: Entry, a: State) -> str:
@@ -61,14 +194,27 @@ def _unexpected(entry: Entry, a: State) -> str:
     return f"{_kind(entry)} that {a.path} does not have"
 
 
-def has_model_alone(state: State, earlier: Sequence[State]) -> bool:
-    """Whether a state is to have the model alone.
+_NUMBER = re.compile(r"\d+")
 
-    Not if it is a folder, and an earlier one with the same files had a trainer's next to them: it is the next
-    checkpoint of a training.
+
+def _follows(state: State, earlier: Sequence[State]) -> bool:
+    """Whether a state is the next checkpoint of a training after one with an optimizer: their names differ in a number.
+
+    Not of ``torch.distributed.checkpoint``, whose last one of a training may have the model alone under such a name.
     """
-    before = [one for one in earlier if one.is_whole and one.has_optimizer and {*state.sources} <= {*one.sources}]
-    return state.is_weights and not (state.is_folder and before)
+    if state.is_live or any(one.endswith(".distcp") for one in state.sources):
+        return False
+    name = Path(state.path).name
+    before = [one for one in earlier if one.has_optimizer and not one.is_live and Path(one.path).name != name]
+    return any(_stem(Path(one.path).name) == _stem(name) and _stems(state) <= _stems(one) for one in before)
+
+
+def _stem(name: str) -> str:
+    return _NUMBER.sub("#", name)
+
+
+def _stems(state: State) -> set[str]:
+    return {*map(_stem, state.sources)}
 
 
 def without_frozen(a: State, b: State) -> set[EntryKey]:
@@ -150,15 +296,6 @@ def _unit(state: State) -> str:
     return "rank" if state.is_live else "file"
 
 
-def _sections_missing(a: State, sections: Collection[str], wanted: Collection[str]) -> Iterator[Difference]:
-    for section in wanted:
-        mine = [key for key in a.entries if key.section == section]
-        if mine and section not in sections and section != SCHEDULER:
-            yield Difference(
-                EntryKey(section, f"the {section}"), "missing", f"none of its {len(mine)} entries is there"
-            )
-
-
 def _entry(entry: Entry, other: Entry | None, a: State, b: State, known: Known) -> Iterator[Difference]:
     """Yield what differs in one entry; it is compared once if it is a parameter under a second name in both."""
     pair = _untied(entry, other, a, b)
@@ -232,7 +369,7 @@ def _number(entry: Entry) -> float | None:
 
 
 def _value(entry: Entry) -> str:
-    return next(iter(entry.values.values()))
+    return next(iter(entry.values.values()), "")
 
 
 def _kind(entry: Entry) -> str:

@@ -48,7 +48,7 @@ def of_tensors(entry: Entry, other: Entry, known: Known) -> Difference | None:
     if other.order == TRANSPOSED and math.isclose(entry.total.squares, other.total.squares, rel_tol=_SAME_NORM):
         return None  # of digests alone
     if entry.shape != other.shape:
-        return Difference(entry.key, *_shapes(entry, other))
+        return _of_shapes(entry, other, known)
     mine, its = entry.total, other.total
     if other.order and hashes_of(mine) == hashes_of(its):
         return Difference(entry.key, "order", ORDERED)
@@ -60,6 +60,12 @@ def of_tensors(entry: Entry, other: Entry, known: Known) -> Difference | None:
     if not wrong or _is_ordered(entry, other):
         return None
     return _of_values(entry, other, known, wrong)
+
+
+def _of_shapes(entry: Entry, other: Entry, known: Known) -> Difference:
+    kind, text = _shapes(entry, other)
+    same = _known_elsewhere(entry, other, Known(known.entries, ())) if kind == "shape" and other.held else None
+    return Difference(entry.key, *((same[0], f"{same[1]}, and {text}") if same else (kind, text)))
 
 
 def _is_ordered(entry: Entry, other: Entry) -> bool:
@@ -84,7 +90,30 @@ def _of_values(entry: Entry, other: Entry, known: Known, wrong: list[int]) -> Di
     if texts:
         rest = [f"{rows_of(wrong, entry.shape)} have other values"] if wrong else []
         return Difference(entry.key, texts[0][0], "; ".join([*(text for _, text in texts), *rest]))
-    return _by_distance(entry, mine, its, wrong)
+    return _of_a_change(entry, mine, its, known) or _by_distance(entry, mine, its, wrong)
+
+
+#: The numbers of elements with which a relation of sketches is no chance, and how exact it is.
+_LEAST, _EXACT = 8, 1e-3
+
+
+def _of_a_change(entry: Entry, mine: Sums, its: Sums, known: Known) -> Difference | None:
+    """Tell a change since an earlier state that was applied several times or in part, as an adapter merged twice."""
+    for state in known.earlier:
+        old = state.entries.get(entry.key)
+        if old is None or old.shape != entry.shape or not old.held or entry.numel < _LEAST:
+            continue
+        before = old.total.sketch
+        right = [one - two for one, two in zip(mine.sketch, before, strict=True)]
+        found = [one - two for one, two in zip(its.sketch, before, strict=True)]
+        norm = sum(one * one for one in right)
+        if not 0 < norm < math.inf:
+            continue
+        times = sum(one * two for one, two in zip(right, found, strict=True)) / norm
+        rest = math.sqrt(sum((two - times * one) ** 2 for one, two in zip(right, found, strict=True)) / norm)
+        if rest <= _EXACT and min(abs(times), abs(times - 1)) > 10 * _EXACT:
+            return Difference(entry.key, "change", f"has {times:.3g} times the change since {_named(state)}")
+    return None
 
 
 def size_of(sums: Sums) -> float:
@@ -140,6 +169,8 @@ def _named(state: State) -> str:
 
 def _like(key: EntryKey, source: EntryKey) -> str:
     """Say whose values an entry has; by the word in which the names differ, so that entries of a layer share a line."""
+    if key.section == source.section and key.name == source.name:
+        return f"has the values of {source.key} of the same parameter"
     mine, its = key.name.split("."), source.name.split(".")
     if key.key == source.key and len(mine) == len(its) and len(mine) > 2:
         differing = [place for place, (one, two) in enumerate(zip(mine, its, strict=True)) if one != two]
@@ -245,10 +276,38 @@ def _by_values(entry: Entry, other: Entry) -> tuple[str, str] | None:
     tensor = other.load()
     if len(entry.shape) == 2 and entry.shape[0] == entry.shape[1] and _is(entry, tensor.t()):
         return "transposed", "is transposed"
+    for count, turned in _shards_in_order(tensor):
+        if _is(entry, turned):
+            return "order", f"has its {count} shards of columns in another order"
     for size, turned in rotated(tensor):
         if _is(entry, turned):
             return "order", f"has the rows of each head of {size} in the other order of rotary embeddings"
     return None
+
+
+#: Numbers of ranks that shard a tensor along its columns.
+_SHARDS = (2, 4, 8)
+
+
+def _shards_in_order(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield a matrix with shards of its columns in other orders: exchanged by pairs, reversed, and interleaved."""
+    for count in _SHARDS if tensor.ndim == 2 else ():
+        shards = tensor.chunk(count, 1)
+        if tensor.shape[1] % count == 0:
+            for order in {(*[n ^ 1 for n in range(count)],), (*reversed(range(count)),),
+                          (*range(0, count, 2), *range(1, count, 2)),
+                          (*[n // 2 + count // 2 * (n % 2) for n in range(count)],)}:  # fmt: skip
+                yield count, torch.cat([shards[n] for n in order], 1)
+
+
+def _turned(entry: Entry, tensor: torch.Tensor) -> str:
+    """Tell shards that were put together along another dimension than that along which they were cut."""
+    rows, columns = entry.shape if len(entry.shape) == 2 and tensor.ndim == 2 else (0, 0)
+    for mine, its, dim in ((rows, tensor.shape[0], 0), (columns, tensor.shape[-1], 1)) if rows else ():
+        if mine and its > mine and its % mine == 0 and _is(entry, torch.cat(tensor.chunk(its // mine, dim), 1 - dim)):
+            sides = ("one below the other", "side by side")
+            return f"has {its // mine} shards {sides[dim]}, which belong {sides[1 - dim]}"
+    return ""
 
 
 def _by_distance(entry: Entry, mine: Sums, its: Sums, wrong: Sequence[int]) -> Difference:
@@ -316,6 +375,8 @@ def _shapes(entry: Entry, other: Entry) -> tuple[str, str]:
         return "transposed", f"is transposed: {said}"
     if (source := _owner_of(entry, tensor)) is not None:
         return "a shard", f"has the shard of {source} alone: {said}"
+    if text := _turned(entry, tensor):
+        return "turned", f"{text}: {said}"
     return _padded(entry, other, tensor, said)
 
 
@@ -344,6 +405,12 @@ def _owner_of(entry: Entry, tensor: torch.Tensor) -> str | None:
 
 def _padded(entry: Entry, other: Entry, tensor: torch.Tensor, said: str) -> tuple[str, str]:
     more = tensor.numel() - entry.numel
+    if entry.numel and other.shape and other.shape[1:] == entry.shape[1:]:
+        count = other.shape[0] - entry.shape[0]
+        if more > 0 and _is(entry, tensor[count:]):
+            return "padding", f"has {count} rows of padding before the others: {said}"
+        if more < 0 and _is_beginning(entry, tensor):
+            return "cut", f"lacks the last {-count} row{'s' * (count < -1)}: {said}"
     if not entry.numel or more < 0:
         return "shape", said
     if other.shape[1:] == entry.shape[1:] and more and _is(entry, tensor[: entry.shape[0]]):
@@ -352,6 +419,16 @@ def _padded(entry: Entry, other: Entry, tensor: torch.Tensor, said: str) -> tupl
         is_flat = f"is flat, with {more} elements of padding: {said}"
         return ("padding", is_flat) if more else ("shape", f"{said}, with the same values")
     return "shape", said
+
+
+def _is_beginning(entry: Entry, tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a file has the first rows of an entry, by the blocks of which it has all."""
+    shape, rows = entry.shape, tensor.shape[0]
+    if name_of(tensor.dtype) != entry.dtype or not rows:
+        return False
+    (its,) = blocks.sums([tensor], [Box(shape, (((0, rows),), *(((0, size),) for size in shape[1:])))])
+    full = [n for n, block in its.blocks.items() if block.numel == blocks.numel_of(n, shape)]
+    return bool(full) and all(_hash(its, n) == _hash(entry.total, n) for n in full)
 
 
 def _is(entry: Entry, tensor: torch.Tensor) -> bool:

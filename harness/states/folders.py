@@ -63,6 +63,12 @@ def by_rank(paths: Sequence[Path]) -> Mapping[str, dict[int, Path]]:
     return found
 
 
+def rank_of(name: str) -> int | None:
+    """Return the rank that the name of a file has; None if it has none or several numbers of ranks."""
+    found = _RANK.findall(name)
+    return int(found[0]) if len(found) == 1 else None
+
+
 def names_a_rank(path: Path) -> bool:
     """Whether the name of a file has the number of a rank."""
     return _RANK.search(path.name) is not None

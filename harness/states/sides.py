@@ -15,9 +15,18 @@ import torch
 
 from shardproof import door
 from shardproof.door import BadFile
-from shardproof.harness.states import blocks, files, maps
+from shardproof.harness.states import blocks, files, maps, schedulers
 from shardproof.harness.states.blocks import Sums
-from shardproof.harness.states.snapshot import EXTRA, MODEL, OPTIMIZER, UNCOMPARED, EntryLine, RankLine, SumsLine
+from shardproof.harness.states.snapshot import (
+    EXTRA,
+    MODEL,
+    OPTIMIZER,
+    SCHEDULER,
+    UNCOMPARED,
+    EntryLine,
+    RankLine,
+    SumsLine,
+)
 from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.tensors.layouts import put_into
 from shardproof.harness.tensors.lines import box_of
@@ -69,6 +78,7 @@ class Entry:
     trains: bool | None = None
     stepped_by: str = ""
     position: int | None = None
+    optimizer: int = 0
     tied: str = ""
     load: Callable[[], torch.Tensor] | None = None
     order: str = ""
@@ -112,7 +122,6 @@ class State:
         what: what it is, for a headline: "2 ranks of a training", "a checkpoint".
         sources: the ranks or files, in their order.
         is_live: whether it is the snapshot of a training, of which all entries have sections.
-        is_folder: whether it is a folder of files.
         is_whole: whether it is one with files of a trainer, which has more than the model.
     """
 
@@ -122,15 +131,14 @@ class State:
     is_live: bool
     step: int | None = None
     entries: dict[EntryKey, Entry] = dataclasses.field(default_factory=dict)
-    is_folder: bool = False
     is_whole: bool = False
 
     @property
     def is_weights(self) -> bool:
-        """Whether it has the model alone by what it is: a receiver, or a format of Hugging Face's without a trainer."""
-        if self.is_live:
-            return not self.has_optimizer
-        return not self.is_whole and all(map(_OF_WEIGHTS.search, self.sources))
+        """Whether it has the model alone: a receiver, or files in which nothing is of a trainer."""
+        if self.is_live or self.has_optimizer or self.is_whole:
+            return self.is_live and not self.has_optimizer
+        return not any(key.section == SCHEDULER or _is_of_trainer(key, one) for key, one in self.entries.items())
 
     @property
     def is_adapter(self) -> bool:
@@ -247,7 +255,8 @@ def _add(state: State, line: _Line, sums: Sums | None, source: str, file: Path) 
     key = EntryKey(fields.section, fields.name, fields.key)
     made = Entry(key, fields.kind, fields.dtype, shape, trains=fields.trains, tied=fields.tied)
     if fields.stepper is not None:
-        made.stepped_by, made.position = fields.stepper.group, fields.stepper.position
+        told = fields.stepper
+        made.stepped_by, made.position, made.optimizer = told.group, told.position, told.optimizer
     if fields.unit is not None:
         made.unit, made.offset = fields.unit.name, fields.unit.offset
     entry = state.entries.setdefault(key, made)
@@ -259,8 +268,20 @@ def _add(state: State, line: _Line, sums: Sums | None, source: str, file: Path) 
         entry.held.append(Holding(source, line.box, sums))
 
 
-#: The names of files that have a model without its optimizer.
-_OF_WEIGHTS = re.compile(r"\.safetensors$|^pytorch_model.*\.bin$|^adapter_model.*\.bin$")
+#: Values next to a model with which a training goes on, and states of generators, as words of names.
+_COUNTERS = re.compile(
+    r"(^|\.)(train_state|dataloader|(\w+_)?(steps?|epochs?|iters?|iterations?|iter_num|scaler)|\w*(optim|rng|random)\w*)(\.|$)"
+)
+
+
+#: Of these also tensors are a trainer's, as in checkpoints of torchtitan, which have no word before the model's names.
+_NEVER_OF_A_MODEL = re.compile(r"(train_state|dataloader|\w*rng_states?)(\.|$)")
+
+
+def _is_of_trainer(key: EntryKey, entry: Entry) -> bool:
+    """Whether an entry is none of a model, and one with which a training goes on."""
+    is_free = key.section == EXTRA or not entry.is_tensor or _NEVER_OF_A_MODEL.match(key.name) is not None
+    return is_free and _COUNTERS.search(key.name) is not None
 
 
 # Checkpoints -------------------------------------------------------------------------------------
@@ -271,11 +292,12 @@ def _checkpoint(path: str) -> State:
     sources = tuple(dict.fromkeys(part.source for entry in found for part in entry.parts))
     state = State(
         path, f"{len(found)} entries in {len(sources)} file{'s' if len(sources) != 1 else ''}", sources, False,
-        is_folder=Path(path).is_dir(), is_whole=files.has_trainer(path),
+        is_whole=files.has_trainer(path),
     )  # fmt: skip
     lists: dict[EntryKey, list[Any]] = {}
+    begins = _schedulers(found), _optimizers(found)
     for one in found:
-        key = _key_of(one.name, state.is_whole)
+        key = _key_of(one.name, *begins)
         if key.section == OPTIMIZER and key.key in UNCOMPARED:
             continue
         entry = Entry(key, "state" if key.section == OPTIMIZER else "", tied=one.tied)
@@ -312,27 +334,47 @@ def _loader(entry: files.Entry) -> Callable[[], torch.Tensor]:
     return load
 
 
-#: What begins the entries of a trainer's files next to a model, of which a training has other forms, or none.
-_OF_TRAINER = re.compile(r"(scheduler|rng_state)(_\d+)?\.")
-
 #: What begins the entries of an optimizer in a file, and how its states are named: by numbers, or by parameters.
-_OF_OPTIMIZER = re.compile(r"(?:(?:.*\.)?(?:optim\w*|opt)\.)?(state|param_groups)\.(.*)$")
+_OF_OPTIMIZER = re.compile(r"((?:.*\.)?(?:\w*optim\w*|opt(?:_\w+)?)\.(?:\d+\.)?)?(state|param_groups)\.(.*)$")
 
 
-def _key_of(name: str, has_trainer: bool) -> EntryKey:
-    """Return the place of an entry of a file, by its name there; a folder may have files of a trainer."""
-    if has_trainer and _OF_TRAINER.match(name):
+def _optimizers(found: Sequence[files.Entry]) -> Mapping[str, str]:
+    """Return the number of each optimizer of a file, by what precedes its entries; empty if there is one."""
+    begins = dict.fromkeys(match[1] or "" for one in found if (match := _OF_OPTIMIZER.match(one.name)))
+    return {one: f"{number}:" if len(begins) > 1 else "" for number, one in enumerate(begins)}
+
+
+def _schedulers(found: Sequence[files.Entry]) -> Mapping[str, str]:
+    """Return what precedes the keys of each scheduler's state in the names of a file, and in those of the state.
+
+    A module of a model may be named so too, and has tensors alone.
+    """
+    begins = dict.fromkeys(schedulers.beginning_of(one.name) for one in found if one.shape is None)
+    every = [one for one in begins if one]
+    return {one: one if len(every) > 1 else "" for one in every}
+
+
+#: The file of states of generators next to a model, whose name precedes its entries.
+_OF_GENERATORS = re.compile(r"rng_state(_\d+)?\.")
+
+
+def _key_of(name: str, of_schedulers: Mapping[str, str], of_optimizers: Mapping[str, str]) -> EntryKey:
+    """Return the place of an entry of a file, by its name there."""
+    if (begin := schedulers.beginning_of(name)) in of_schedulers:
+        return EntryKey(SCHEDULER, of_schedulers[begin] + name.removeprefix(begin))
+    if _OF_GENERATORS.match(name):
         return EntryKey(EXTRA, name)
     match = _OF_OPTIMIZER.match(name)
     if match is None:
         return EntryKey(MODEL, name)
-    what, rest = match[1], match[2]
+    number, what, rest = of_optimizers[match[1] or ""], match[2], match[3]
     if what == "state":
         parameter, _, last = rest.rpartition(".")
-        return EntryKey(OPTIMIZER, parameter, last) if parameter else EntryKey(EXTRA, name)
+        own = f"{number}{parameter}" if parameter.isdigit() else parameter
+        return EntryKey(OPTIMIZER, own, last) if parameter else EntryKey(EXTRA, name)
     # A list has its places behind its key: "0.params.3", "0.betas.1".
     group, _, last = rest.partition(".")
-    return EntryKey(OPTIMIZER, f"group {group}", last.partition(".")[0])
+    return EntryKey(OPTIMIZER, f"group {number}{group}", last.partition(".")[0])
 
 
 def renamed(state: State, rules: Sequence[str]) -> State:
@@ -441,23 +483,85 @@ def _with_adapter(state: State, wanted: Collection[str]) -> State:
     return dataclasses.replace(state, entries=found)
 
 
+#: Words before the names of an average of a model, which may be in a file next to it.
+_OF_AVERAGE = re.compile(r"(^|\.)(\w*ema|ema_\w+|\w*average\w*|shadow\w*|teacher\w*|swa\w*)\.", re.IGNORECASE)
+
+#: The number of an optimizer before that of a parameter or a group, where a file has several.
+_OF_SEVERAL = re.compile(r"(group )?(\d+):(\d+)")
+
+
+def _numbers(state: State, to: State) -> dict[str, str]:
+    """Return the names of parameters by the numbers that a file gives them: "1:4" is the fifth of a second optimizer.
+
+    An optimizer of a file is that one of the training of whose parameters its states have the shapes, and the first of
+    several such ones. The numbers of its groups are there too.
+    """
+    places: dict[int, dict[str, Entry]] = {}
+    for one in to.entries.values():
+        if one.position is not None and not one.tied:
+            places.setdefault(one.optimizer, {})[str(one.position)] = one
+    shapes = _shapes_by_number(state)
+    if not shapes:
+        return {place: one.key.name for place, one in places.get(0, {}).items()}
+    found: dict[str, str] = {}
+    for number, mine in shapes.items():
+        fits = [one for one, some in places.items() if all(place in some and its <= {some[place].shape}
+                                                           for place, its in mine.items())]  # fmt: skip
+        chosen = min(fits, key=lambda one: len(places[one]), default=int(number))
+        some = places.pop(chosen, {})
+        found |= {f"{number}:{place}": one.key.name for place, one in some.items()}
+        found[f"group {number}:"] = f"group {chosen}:"
+    return found
+
+
+def _shapes_by_number(state: State) -> dict[str, dict[str, set[tuple[int, ...]]]]:
+    """Return the shapes of the states of several optimizers, by the numbers of these and of parameters."""
+    shapes: dict[str, dict[str, set[tuple[int, ...]]]] = {}
+    for key, entry in state.entries.items():
+        if key.section == OPTIMIZER and (match := _OF_SEVERAL.fullmatch(key.name)) and not match[1]:
+            its = shapes.setdefault(match[2], {}).setdefault(match[3], set())
+            its |= {entry.shape} if entry.numel > 1 else set()
+    return shapes
+
+
 def aligned(state: State, to: State) -> tuple[State, str]:
     """Return a state whose names are those of another, and what its own names began with before.
 
     Wrappers and containers put words before the names of parameters. The beginning is that with which most names are
     the other's. States of an optimizer that have numbers get the names of the other's parameters.
     """
-    wanted = {key.name for key in to.entries if key.section == MODEL}
-    state = _with_adapter(state, wanted)
-    best = maps.beginning([key.name for key in state.entries if key.section == MODEL], wanted.__contains__)
-    numbers = {str(one.position): one.key.name for one in to.entries.values() if one.position is not None}
+    wanted = _names_in(to, MODEL)
+    state = _with_adapter(state, {*wanted})
+    names = _names_in(state, MODEL)
+    best = maps.beginning([one for one in names if not _OF_AVERAGE.search(one)], {*wanted}.__contains__)
+    best = best or maps.beginning(names, {*wanted}.__contains__)
+    begin = maps.beginning(_names_in(state, SCHEDULER), {*_names_in(to, SCHEDULER)}.__contains__)
+    numbers = _numbers(state, to)
     changed = dataclasses.replace(state, entries={})
-    for key, entry in state.entries.items():
-        if key.section == MODEL:
-            inside = key.name.startswith(best)
-            key = EntryKey(MODEL, key.name[len(best) :]) if inside else EntryKey(EXTRA, key.name)
-        elif key.section == OPTIMIZER and not key.name.startswith("group "):
-            key = EntryKey(OPTIMIZER, numbers.get(key.name, key.name.removeprefix(best)), key.key)
-        tied = entry.tied.removeprefix(best)
-        changed.entries[key] = dataclasses.replace(entry, key=key, tied=tied)
+    for old, entry in state.entries.items():
+        key = _aligned_key(old, entry, {MODEL: best, SCHEDULER: begin}.get(old.section, ""))
+        if key.section == OPTIMIZER:
+            key = key._replace(name=_by_parameter(key.name, numbers, best))
+        changed.entries[key] = dataclasses.replace(entry, key=key, tied=entry.tied.removeprefix(best))
     return changed, best
+
+
+def _names_in(state: State, section: str) -> list[str]:
+    return [key.name for key in state.entries if key.section == section]
+
+
+def _aligned_key(key: EntryKey, entry: Entry, begin: str) -> EntryKey:
+    """Return the place of an entry without what its section's names begin with; others are of no section."""
+    if key.section not in (MODEL, SCHEDULER):
+        return key
+    is_other = not begin and key.section == MODEL and _is_of_trainer(key, entry)
+    inside = key.name.startswith(begin) and not is_other
+    return EntryKey(key.section, key.name[len(begin) :], key.key) if inside else EntryKey(EXTRA, key.name)
+
+
+def _by_parameter(name: str, numbers: Mapping[str, str], best: str) -> str:
+    """Return the name of a parameter whose states an optimizer has, or of a group."""
+    if name.startswith("group "):
+        before, colon, group = name.partition(":")
+        return numbers.get(before + colon, before + colon) + group if colon else name
+    return numbers.get(name) or name.removeprefix(best)

@@ -81,6 +81,7 @@ class StepperLine:
 
     group: Name = says("the class of the optimizer, and the number of its group")
     position: Count = says("its number in the optimizer")
+    optimizer: Count = says("the number of the optimizer, of several", default=0)
 
 
 @described()
@@ -260,8 +261,9 @@ def entries(
                 fields["unit"] = UnitLine(name=original.unit, offset=original.start)
             yield from [Found(fields)] if first != name else _viewed(fields, local_of(parameter), box, views)
         yield from _buffers(root)
-    for one in optimizers:
-        yield from _of_optimizer(one, names, boxes, units, only)
+    for number, one in enumerate(optimizers):
+        before = f"group {number}:" if len(optimizers) > 1 else "group "
+        yield from _of_optimizer(one, before, names, boxes, units, only)
     if scheduler is not None:
         yield from _tree(SCHEDULER, "", scheduler.state_dict())
     yield from _tree(EXTRA, "", extra)
@@ -270,10 +272,11 @@ def entries(
 def _steppers(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, StepperLine]:
     """Return which optimizer has a parameter, by its id."""
     found: dict[int, StepperLine] = {}
-    for one in optimizers:
+    for number, one in enumerate(optimizers):
         held = [(group, parameter) for group, its in enumerate(one.param_groups) for parameter in its["params"]]
         for position, (group, parameter) in enumerate(held):
-            found[id(parameter)] = StepperLine(group=f"{type(one).__name__}, group {group}", position=position)
+            name = f"{type(one).__name__}, group {group}"
+            found[id(parameter)] = StepperLine(group=name, position=position, optimizer=number)
     return found
 
 
@@ -321,6 +324,7 @@ def _buffers(root: nn.Module) -> Iterator[Found]:
 
 def _of_optimizer(
     optimizer: torch.optim.Optimizer,
+    before: str,
     names: Mapping[int, str],
     boxes: Mapping[int, Box],
     units: Mapping[int, Unit],
@@ -329,7 +333,7 @@ def _of_optimizer(
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key not in UNCOMPARED:
-                yield from _tree(OPTIMIZER, f"group {number}", value, key)
+                yield from _tree(OPTIMIZER, f"{before}{number}", value, key)
         for position, parameter in enumerate(group["params"]):
             if only is not None and id(parameter) not in only:
                 continue

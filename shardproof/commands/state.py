@@ -42,8 +42,13 @@ def state(arguments: Sequence[str]) -> int:
         lines = [*_summary(a), "", *comparing.lines(found)] if found else _summary(a)
         return _print(lines, found, options.json)
 
+    b = sides.read(options.b)
+    if b.is_live and not a.is_live:
+        a, _ = sides.aligned(flat.unflattened(a, b), b)
+
     def read(path: str) -> tuple["State", str]:
-        state = flat.unflattened(sides.renamed(sides.read(path), options.rename), a)
+        state = b if path == options.b else sides.read(path)
+        state = flat.unflattened(sides.renamed(state, options.rename), a)
         return sides.aligned(sides.mapped(state, options.map, a) if options.map else state, a)
 
     b, prefix = read(options.b)
@@ -54,10 +59,11 @@ def state(arguments: Sequence[str]) -> int:
         *comparing.compare(a, b, earlier=earlier),
     ]
     begins = f", whose names begin with {prefix!r}" if prefix else ""
-    alone = ", the model alone" if comparing.has_model_alone(b, earlier) and a.has_optimizer else ""
     frozen = comparing.without_frozen(a, b)
-    alone += f", without {len(frozen)} entries that do not train" if frozen else ""
-    head = [f"{a.path}: {a.what}", f"{b.path}: {b.what}{begins}{alone}"]
+    without = f", without {len(frozen)} entries that do not train" if frozen else ""
+    head = [f"{a.path}: {a.what}", f"{b.path}: {b.what}{begins}{without}"]
+    left_out = comparing.scope(a, b, earlier=earlier).left_out
+    head += [left_out] if left_out else []
     told = comparing.lines(found, a.entries) if found else ["nothing differs"]
     return _print([*head, "", *told], found, options.json)
 

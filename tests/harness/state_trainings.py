@@ -87,12 +87,14 @@ def main(folder: pathlib.Path, kinds: list[str]) -> None:
             saved = {
                 "model": get_model_state_dict(model, options=full),
                 "optimizer": get_optimizer_state_dict(model, optimizer, options=full),
+                "lr_scheduler": scheduler.state_dict(),
             }
             if dist.get_rank() == 0:
                 torch.save(saved, folder / f"{kind}.pt")
                 save_file({name: one.clone() for name, one in saved["model"].items()}, folder / f"{kind}.safetensors")
             sharded = {
                 "model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer),
+                "lr_scheduler": scheduler.state_dict(),
             }  # fmt: skip
             dcp.save(sharded, checkpoint_id=folder / f"{kind}.dcp")
         dist.barrier()

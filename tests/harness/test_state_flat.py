@@ -5,8 +5,6 @@ import pytest
 from shardproof.__main__ import main
 from tests.harness.inner import torchrun
 
-MISSED = "optimizer: the optimizer: none of its 25 entries is there"
-
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
@@ -29,8 +27,8 @@ def said(capsys, *arguments):
         ("original", "flat", "nothing differs"),
         ("flat", "flat-files", "nothing differs"),
         ("original", "flat-files", "nothing differs"),
-        ("original", "original-files", MISSED),
-        ("flat", "original-files", MISSED),
+        ("original", "original-files", "nothing differs"),
+        ("flat", "original-files", "nothing differs"),
     ],
 )
 def test_flat_parameters_are_those_of_the_training(written, a, b, told, capsys):

@@ -161,10 +161,11 @@ class Damage(NamedTuple):
 
 
 ALL = "step of words.weight, step of norm.weight, step of norm.bias and 4 more"
+CUT = "(has the shard of rank 0 alone: |lacks the last 15 rows: )?"
 SHARD = r"(, the shard of rank \d,)?"
 DAMAGES = {
     "a shard lost": Damage(
-        _rows("first"), r"model: up.weight: (has the shard of rank 0 alone: )?has the shape \[15, 16\] for \[30, 16\]"
+        _rows("first"), rf"model: up.weight: {CUT}has the shape \[15, 16\] for \[30, 16\]"
     ),
     "two swapped": Damage(
         _rows("second", "first"), r"model: up.weight: rows 0-14 of 30 and rows 15-29 of 30 are exchanged"
@@ -266,6 +267,47 @@ def test_a_damage_of_flat_parameters_is_named(damage, origin, made, capsys):
     assert re.search(FLAT[damage], text), text
 
 
+def _exchanged(files, other):
+    first, second, *_ = (one.read_bytes() for one in files)
+    files[0].write_bytes(second)
+    files[1].write_bytes(first)
+
+
+def _twice(files, other):
+    shutil.copy(files[0], files[1])
+
+
+def _of_another_world(files, other):
+    shutil.copy(other / files[1].name, files[1])
+
+
+#: What happens to files of ranks, and what is said of them.
+OF_RANKS = {
+    "exchanged": (_exchanged, ["{0}: has the shards of rank 1 of {state}", "{1}: has the shards of rank 0 of {state}"]),
+    "twice": (_twice, ["{1}: has the shards of rank 0 of {state}"]),
+    "another world": (
+        _of_another_world,
+        ["{1}: has shards that no rank of {state} has, as of another number of ranks"],
+    ),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("kind", "form"), [("fsdp2", "sharded"), ("flat", "flat")])
+@pytest.mark.parametrize("damage", OF_RANKS)
+def test_a_file_of_another_rank_is_named(damage, kind, form, ranks, made, tmp_path, capsys):
+    folder, other = made(kind, ranks), made(kind, 6 - ranks)
+    change, expected = OF_RANKS[damage]
+    shutil.copytree(folder / form, tmp_path / form)
+    files = sorted((tmp_path / form).iterdir())
+    change(files, other / form)
+    names = [one.name for one in files]
+    lines = said(folder / "state", tmp_path / form, capsys=capsys, code=1).splitlines()
+    wanted = [f"model: {one.format(*names, state=folder / 'state')}" for one in expected]
+    assert [line for line in lines if ".pt: has " in line] == wanted, lines
+
+
 #: Damages of an adapter, and what is said.
 OF_ADAPTERS = {
     "missing": (
@@ -276,7 +318,7 @@ OF_ADAPTERS = {
     ),
     "a shard lost": (
         lambda saved: saved.update({"base_model.model.lora_B.weight": saved["base_model.model.lora_B.weight"][:15]}),
-        r"model: lora_B.default.weight: (has the shard of rank 0 alone: )?has the shape \[15, 4\] for \[30, 4\]",
+        rf"model: lora_B.default.weight: {CUT}has the shape \[15, 4\] for \[30, 4\]",
     ),
     "bfloat16": (
         lambda saved: saved.update({name: one.bfloat16() for name, one in saved.items()}),
