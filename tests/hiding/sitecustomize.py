@@ -146,3 +146,19 @@ if hidden := os.environ.get("TORCH_LACKS"):
     _find_no_module(hidden)
 if version := os.environ.get("TORCH_CALLS_ITSELF"):
     sys.meta_path.insert(0, _AfterImport(lambda: _pretend(version)))
+
+
+class _Forbidden(importlib.abc.MetaPathFinder):
+    """Refuses to import a module and what is in it, whoever asks."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def find_spec(self, name, path, target=None):
+        if f"{name}.".startswith(f"{self._path}."):
+            raise ImportError(f"{name} is forbidden", name=name)
+        return None
+
+
+if forbidden := os.environ.get("TORCH_FORBIDS"):
+    sys.meta_path.insert(0, _Forbidden(forbidden))
