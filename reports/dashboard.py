@@ -1,4 +1,4 @@
-"""What a dashboard takes of a run of profiles: counts by profile, and the requirements that fail; docs/vendor-ci.md.
+"""A run of profiles as a dashboard takes it: counts by profile, and the requirements that fail; docs/vendor-ci.md.
 
 Its parts ``test_results`` and ``failed_tests_detail`` have the form of the callback of PyTorch's cross-repository CI.
 """
@@ -78,7 +78,7 @@ class Dashboard:
 
 
 def dashboard(run: Run) -> Dashboard:
-    """Return what a dashboard takes of a run."""
+    """Return a run as a dashboard takes it."""
     failed = [case for case in run.cases if case.verdict.fails]
     env = run.environment
     return Dashboard(

@@ -218,6 +218,22 @@ def test_the_hardware_classes_of_profiles(gpus):
     assert ask(device="cpu", profile="hsdp").hardware_class == "cpu-4"
 
 
+def test_a_run_of_profiles_on_the_devices_of_another_vendor(gpus, monkeypatch):
+    gpus(2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
+    chosen = ask(device="xpu", profile="core,zero3")
+    assert (chosen.device, chosen.backend, chosen.hardware_class) == ("xpu", "xccl", "accelerator-2")
+    items = contract.items_of_profile("core", chosen.hardware_class)
+    assert items and all(contract.items()[one].hardware <= chosen.hardware for one in items)
+
+
+@pytest.mark.parametrize(("options", "seconds"), [({"profile": "core"}, 530), ({"profile": "core", "seconds": 9.0}, 9)])
+def test_the_time_of_a_run_of_profiles(options, seconds):
+    """With the deadline of the last case it is less than ten minutes."""
+    chosen = ask(device="cpu", **options)
+    assert chosen.seconds == seconds and chosen.seconds + chosen.deadline <= 590
+
+
 @pytest.mark.parametrize(
     ("mark", "told"),
     [

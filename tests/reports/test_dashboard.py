@@ -1,4 +1,4 @@
-"""What a dashboard takes of a run of profiles, and the lines by which a CI is red."""
+"""A run of profiles as a dashboard takes it, and the lines by which a CI is red."""
 
 import json
 
@@ -81,7 +81,7 @@ def test_a_requirement_is_covered_by_what_ran():
     assert (core.covered, core.requirements) == (1, 2)
 
 
-def test_the_run_is_told():
+def test_the_run_has_its_place_and_time():
     found = of({}, exit_code=0)
     assert (found.verdict, found.why, found.failed_requirements) == ("passed", [], [])
     assert (found.device, found.backend, found.torch, found.revision) == ("npu", "hccl", "2.13.0", "c0ffee")
@@ -95,7 +95,7 @@ def test_a_failed_requirement_has_the_message_of_its_first_case():
     assert found.failed_tests_detail[0] == {"name": "a0", "classname": "ours", "message": "it differs"}
 
 
-def test_only_profiles_that_were_asked_for(monkeypatch):
+def test_the_profiles_are_those_of_the_command():
     assert [one.profile for one in of({}, profile="core").profiles] == ["core"]
 
 
