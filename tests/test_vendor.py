@@ -78,7 +78,7 @@ def test_a_run_without_them_has_the_same_verdicts(tmp_path, variable):
     path = f"{ROOT / 'tests/hiding'}{os.pathsep}{ROOT}"
     few = ("-k", "test_clipping or test_single_unit or test_frozen_before_sharding")
     words = ("-m", "shardproof", "run", *ASKED, *few, "-p", "no:cacheprovider")
-    done = run(*words, "--seconds", "120", "--report", "run.json", cwd=tmp_path, path=path, timeout=500, **variable)
+    done = run(*words, "--seconds", "400", "--report", "run.json", cwd=tmp_path, path=path, timeout=600, **variable)
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = {case["verdict"] for case in json.loads((tmp_path / "run.json").read_text())["cases"]}
     assert "pass" in verdicts and verdicts <= {"pass", "expected-fail", "unsupported"}, verdicts
