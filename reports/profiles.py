@@ -53,7 +53,7 @@ class Standing:
 def standings(run: Run) -> list[Standing]:
     """Return the standings of each implementation of a run, in the order of the profiles.
 
-    They are those of the profiles all of whose items the run asked for: of one by ``--profile``, or of all as by
+    They are those of the profiles all of whose items the run asked for: of some by ``--profile``, or of all as by
     ``--contract``. What another run selects depends on what the implementation declares, and so would its figures. Runs
     from before the first version asked for all that there was. A run on hardware of no class, such as GPUs without
     NCCL, has none.
@@ -77,7 +77,7 @@ def standings(run: Run) -> list[Standing]:
         have = may_be and records.keys() & contract.items(version).keys()
         for profile, what in contract.profiles().items() if have else ():
             ids = contract.items_of_profile(profile, hardware, of=version)
-            if asked is not None and not (ids <= asked and _profile(run) in ("", profile)):
+            if asked is not None and not (ids <= asked and profile in (asked_for(run) or [profile])):
                 continue
             ran = [records[id_] for id_ in ids if id_ in records]
             others = [case for case in ran if case.verdict is not Verdict.PASS]
@@ -98,9 +98,9 @@ def _asked(run: Run, implementation: str) -> frozenset[str] | None:
     return frozenset(run.selected.get(implementation, ())) if known else None
 
 
-def _profile(run: Run) -> str:
-    """The profile that a run asked for; empty for none."""
-    return run.effort.profile if run.effort else ""
+def asked_for(run: Run) -> list[str]:
+    """Return the profiles that a run asked for by their names."""
+    return contract.named(run.effort.profile) if run.effort else []
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:
@@ -139,7 +139,7 @@ def render_profiles(runs: Iterable[Run]) -> str:
         lines += [f"{one.implementation}, {one.profile}: {one.missing}" for row in rows for one in row if one.missing]
     for run in runs:
         mine = standings(run)
-        if _profile(run):
+        if asked_for(run):
             costs = (f"{one.implementation}, {one.profile}: {one.items} items in {one.seconds:.0f} s" for one in mine)
             lines += ["", *costs]
         elif not mine:

@@ -24,6 +24,9 @@ BEFORE = "before 2026.12"
 INDEX = "index.json"
 """The file of a repository with a row for each implementation in each run."""
 
+#: The hardware classes whose runs it takes.
+_PUBLISHED = ("cpu-4", "nccl-2")
+
 HOMES = r"(?<![\w./-])[\w./-]*/(?:home|Users)/[\w.@-]+|(?<![\w./-])/root(?![\w.-])|[A-Za-z]:\\Users\\[\w.@-]+"
 """The directories of users. A run itself writes ~ for that of its user.
 
@@ -59,7 +62,7 @@ def _checked(data: Any, without_digest: bool) -> Run:
     _refuse(not env.cpu_count, "environment.cpu_count: it is missing")
     _refuse(env.device != "cpu" and not env.nccl, f"environment.nccl: it is missing, and {env.device!r} needs it")
     _refuse(env.nccl and not env.accelerators, "environment.accelerators: it is empty")
-    hardware, known = _hardware(run), ", ".join(contract.CLASSES)
+    hardware, known = _hardware(run), ", ".join(_PUBLISHED)
     _refuse(not hardware, f"environment.device: {env.device!r} has too few ranks for each class of {known}")
     if env.contract:
         what = f"environment.contract: {env.contract!r} is none of {', '.join(contract.versions())}"
@@ -67,6 +70,7 @@ def _checked(data: Any, without_digest: bool) -> Run:
         items, profile = contract.items(env.contract).items(), run.effort.profile if run.effort else ""
         of_class = [id_ for id_, item in items if contract.CLASSES[hardware].has(item)]
         if profile:
+            _refuse("," in profile, f"effort.profile: {profile!r} are several: submit a run of each")
             what = f"effort.profile: {profile!r} is none of {', '.join(contract.profiles())}"
             _refuse(profile not in contract.profiles(), what)
             of_class = sorted(contract.items_of_profile(profile, hardware, of=env.contract))
@@ -88,7 +92,7 @@ def _hardware(run: Run) -> str:
     """Return the largest hardware class whose ranks the run had; empty if there is none."""
     kind, gpus = "nccl" if run.environment.nccl else "cpu", len(run.environment.accelerators)
     ranks = gpus or max((case.world for case in run.cases if not case.verdict.is_skip), default=0)
-    found = [(one.ranks, name) for name, one in contract.CLASSES.items() if name.startswith(kind)]
+    found = [(contract.CLASSES[name].ranks, name) for name in _PUBLISHED if name.startswith(kind)]
     return max((one for one in found if one[0] <= ranks), default=(0, ""))[1]
 
 

@@ -63,15 +63,19 @@ class HardwareClass:
         return item.ranks <= self.ranks and item.hardware <= self.hardware
 
 
-CLASSES = {"cpu-4": HardwareClass(4, frozenset()), "nccl-2": HardwareClass(2, frozenset({"accelerator", "streams"}))}
+CLASSES = {
+    "cpu-4": HardwareClass(4, frozenset()),
+    "nccl-2": HardwareClass(2, frozenset({"accelerator", "streams"})),
+    "accelerator-2": HardwareClass(2, frozenset({"accelerator"})),
+}
 """The hardware classes by name."""
 
 
 def class_of(device: str, *, has_nccl: bool) -> str:
-    """Return the hardware class of a run by the device type of its ranks; empty if it is of none."""
-    if device == "cpu":
-        return "cpu-4"
-    return "nccl-2" if has_nccl else ""
+    """Return the hardware class of a run by the device type of its ranks; empty if the type is not known."""
+    if device in ("", "cpu", "mixed"):
+        return "cpu-4" if device == "cpu" else ""
+    return "nccl-2" if has_nccl else "accelerator-2"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +193,11 @@ def read_items(text: str) -> Mapping[str, Item]:
 def items_of_profile(name: str, hardware: str, *, of: str | None = None) -> frozenset[str]:
     """Return the ids of the items of a profile that a hardware class can have, in a version, by default the newest."""
     return frozenset(id_ for id_, item in items(of).items() if profiles()[name].has(item, hardware))
+
+
+def named(profiles: str) -> list[str]:
+    """Return the names of the profiles of a run, which its command and its run file have separated by commas."""
+    return [name for one in profiles.split(",") if (name := one.strip())]
 
 
 @functools.cache

@@ -81,6 +81,27 @@ class Verdict(StrEnum):
         return self not in (Verdict.PASS, Verdict.EXPECTED_FAIL) and not self.is_skip
 
 
+@dataclasses.dataclass(frozen=True)
+class Tally:
+    """How many of some cases passed, failed, failed as expected, and were skipped."""
+
+    passed: int
+    failed: int
+    known: int
+    skipped: int
+
+
+def tally(verdicts: Iterable[str]) -> Tally:
+    """Count verdicts by what they mean for the run."""
+    found = [Verdict(one) for one in verdicts]
+    return Tally(
+        passed=found.count(Verdict.PASS),
+        failed=sum(one.fails for one in found),
+        known=found.count(Verdict.EXPECTED_FAIL),
+        skipped=sum(one.is_skip for one in found),
+    )
+
+
 #: Begins the stage of a failure that is an exception; its call of the training follows.
 _EXCEPTION = "exception"
 
@@ -342,6 +363,7 @@ class Environment:
     device: Device = written('the device type of the ranks; "mixed" in a merged run of several', default="")
     accelerators: Sequence[Accelerator] = written("the accelerators of the host", default=())
     nccl: str | None = written("the version of NCCL; null if the run does not use it", default=None)
+    backend: str = says("the backend of the process groups of the ranks; missing in a merged run", default="")
     started: str = written("the time at which the run started, in ISO 8601 and UTC", default="")
     command: Sequence[str] = written("the command line", default=())
     implementations: Mapping[str, Implementation] = written("by name, in the order of the command", default={})
@@ -354,7 +376,11 @@ class Effort:
 
     name: EffortName = says("the effort")
     deselected: Mapping[str, Mapping[str, Positive]] = written("cases left out, by implementation and file", default={})
-    profile: str = says("the profile of the contract whose items ran; missing of other runs", default="")
+    profile: str = says("profiles of the contract whose items ran, with commas; missing of other runs", default="")
+
+
+SPENT = "--seconds"
+"""With this begins the reason of a case that was left out because the time of the run was over."""
 
 
 @described()

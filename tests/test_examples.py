@@ -12,6 +12,7 @@ from torch.distributed.run import get_args_parser
 
 from tests.harness.inner import torchrun
 from tests.installations import ROOT, build, copy_of_the_sources, install, run
+from tests.workflows import steps
 
 pytestmark = pytest.mark.sampled
 
@@ -30,9 +31,7 @@ def renamed(text):
 
 def commands(workflow):
     """The commands of a workflow, without those that install."""
-    found = re.findall(r"run: (?:>-\n((?: {10}\S.*\n)+)|(.*\n))", workflow)
-    lines = [" ".join((folded or plain).split()) for folded, plain in found]
-    return [line for line in lines if not line.startswith("pip ")]
+    return [step.run for step in steps(workflow) if not step.run.startswith("pip ")]
 
 
 @pytest.fixture(scope="module")

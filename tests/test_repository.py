@@ -169,7 +169,6 @@ def test_no_case_names_an_implementation():
 CUDA_ITSELF = {
     "harness/adapters/fairscale.py": "the package has CUDA alone",
     "harness/adapters/megatron_fsdp.py": "the package has CUDA alone",
-    "harness/plugin/environment.py": "the version of NCCL",
     "harness/plugin/options.py": "examples, in the texts of docs/options.md",
     "harness/tensors/devices.py": "the one place that knows device types",
     "harness/tensors/private.py": "names of torch",

@@ -20,13 +20,14 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from shardproof import door, renamed
 from shardproof.harness.plugin import cases, packaged
 from shardproof.harness.plugin.selection import Selection
+from shardproof.runfile import SPENT
 
 PACKED = pathlib.Path(__file__).parents[2] / "functions.json.gz"
 """The map that this shardproof has."""
@@ -34,7 +35,7 @@ PACKED = pathlib.Path(__file__).parents[2] / "functions.json.gz"
 ITEM = re.compile(r"^(?P<case>[^\[]+)\[(?P<implementation>.+?)-(?P<rest>w\d.*)\]$", re.DOTALL)
 """The id of an item, with the case and the implementation."""
 
-_SPENT = "--seconds"
+_T = TypeVar("_T")
 _HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")
 
 
@@ -331,15 +332,13 @@ def ordered(items: Iterable[pytest.Function], change: Change, known: Map) -> lis
     return sorted(turns, key=lambda item: any(mark.kwargs for mark in item.iter_markers("world")))
 
 
-def in_turn(
-    lists: Iterable[list[pytest.Function]], seconds: Callable[[pytest.Function], float] = lambda item: 1.0
-) -> list[pytest.Function]:
+def in_turn(lists: Iterable[list[_T]], seconds: Callable[[_T], float] = lambda item: 1.0) -> list[_T]:
     """The first of each list, then the second of each, and so on.
 
     With ``seconds``, the lists take turns by time: next is the item until whose end its list has taken the least. One
     of ten seconds comes when each other list has had ten.
     """
-    found, several = list[pytest.Function](), list(lists)
+    found, several = list[_T](), list(lists)
     heap = [(seconds(one[0]), number, 0) for number, one in enumerate(several) if one]
     heapq.heapify(heap)
     while heap:
@@ -365,10 +364,15 @@ def one_at_a_time(config: pytest.Config) -> None:
 
 
 class Ending:
-    """A plugin that leaves out the cases for which no time is left; it begins with the first case of the process."""
+    """A plugin that leaves out the cases for which no time is left.
+
+    The time begins with the first case of the process, as a change is judged from there on; that of a run of profiles
+    began with the run, which is to end in time.
+    """
 
     def __init__(self, selection: Callable[[], Selection], clock: Callable[[], float] = time.monotonic) -> None:
         self._selection, self._clock = selection, clock
+        self._began = clock()
         self._end: float | None = None
 
     @pytest.hookimpl(tryfirst=True)
@@ -376,12 +380,13 @@ class Ending:
         """Called by pytest."""
         if not cases.is_case(item):
             return
-        seconds, now = self._selection().seconds, self._clock()
-        self._end = now + seconds if self._end is None else self._end
+        chosen, now = self._selection(), self._clock()
+        if self._end is None:
+            self._end = (self._began if chosen.profile else now) + chosen.seconds
         if now >= self._end:
-            pytest.skip(f"{_SPENT} {seconds:g} are over")
+            pytest.skip(f"{SPENT} {chosen.seconds:g} are over")
 
 
 def not_run(left_out: Iterable[Mapping[str, str]]) -> int:
     """The number of cases that were left out because the time was over."""
-    return sum(_SPENT in one["reason"] for one in left_out)
+    return sum(one["reason"].startswith(SPENT) for one in left_out)

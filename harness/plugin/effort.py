@@ -10,7 +10,7 @@
 The effort is applied last, to what ``--world``, ``-k``, ``-m`` and other plugins have selected, so that what they
 exclude covers nothing. An item that the command line names by its node id is always kept.
 
-Whatever the effort, one item of each function runs first.
+Whatever the effort, one item of each function runs first; of profiles, ``breadth`` has the order.
 """
 
 import collections
@@ -22,20 +22,20 @@ from typing import Any
 import pytest
 
 from shardproof import contract
-from shardproof.harness.plugin import cases, changed, pairs, quick, standard
+from shardproof.harness.plugin import breadth, cases, changed, pairs, quick, standard
 from shardproof.harness.plugin.options import Effort
 from shardproof.harness.plugin.progress import Progress
 from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.plugin.state import State
-from shardproof.runfile import Verdict
+from shardproof.runfile import SPENT, tally
 
 
-def order(items: list[pytest.Item], selection: Selection, *, first: Container[pytest.Item]) -> None:
+def order(items: list[pytest.Item], selection: Selection, *, turns: Mapping[pytest.Function, int]) -> None:
     """Put the cases of an implementation that has worlds of its own together, and those that want to be alone last.
 
-    Of an implementation one case of each function, those in ``first``, comes before a second one of any. In the order
+    Of an implementation one case of each function, by ``turns``, comes before a second one of any. In the order
     of the files a bug that the last chapter alone finds showed after the whole run, and a run that is stopped had not
-    looked at some chapters at all.
+    looked at some chapters at all. In a run of profiles, whose time may be over, a turn is that of all implementations.
 
     A process keeps a few worlds. With more implementations than that, of which each needs its own, cases in the order
     of the suites start a world each: of 13 implementations on two GPUs a quarter was done in 450 s, most of it starts.
@@ -46,12 +46,13 @@ def order(items: list[pytest.Item], selection: Selection, *, first: Container[py
     """
     apart = [name for name, kind in selection.implementations.items() if kind.traits.isolation != "shared"]
 
-    def place(item: pytest.Item) -> tuple[bool, int, bool]:
+    def place(item: pytest.Item) -> tuple[int, int, int]:
         if not cases.is_case(item):
-            return False, 0, False
+            return 0, 0, 0
         implementation = cases.launch_of(item).implementation
         block = 1 + apart.index(implementation) if implementation in apart else 0
-        return item.get_closest_marker("alone") is not None, block, item not in first
+        alone = int(item.get_closest_marker("alone") is not None)
+        return (turns[item], alone, block) if selection.profile else (alone, block, turns[item])
 
     items.sort(key=place)
 
@@ -78,18 +79,27 @@ class Shortening:
         try:
             kept = self._kept(functions, config)
             first = set() if self._state.change else set(choose(kept, self._state.selection, Effort.QUICK))
+            turns = self._turns([item for item in functions if item in kept], first)
         except ValueError as error:
             self._state.refuse(config, items, [str(error)])
             return
         if self._state.change:
             known, change = self._state.change
-            turns = changed.ordered((item for item in functions if item in kept), change, known)
-            items[:] = [*turns, *(item for item in items if not cases.is_case(item))]
-            self._spare(set(functions) - set(turns), functions, config)
+            calling = changed.ordered((item for item in functions if item in kept), change, known)
+            items[:] = [*calling, *(item for item in items if not cases.is_case(item))]
+            self._spare(set(functions) - set(calling), functions, config)
             return
-        spared = self._spare(set(functions) - kept, functions, config)
-        items[:] = [item for item in items if item not in spared]
-        order(items, self._state.selection, first=first)
+        self._spare(set(functions) - kept, functions, config)
+        items[:] = [*(item for item in items if not cases.is_case(item)), *turns]
+        order(items, self._state.selection, turns=turns)
+
+    def _turns(self, kept: list[pytest.Function], first: set[pytest.Function]) -> Mapping[pytest.Function, int]:
+        """The turn of each case that runs, in the order of the files or, of profiles, in that of their chapters."""
+        chosen = self._state.selection
+        if not chosen.profile:
+            return {item: int(item not in first) for item in kept}
+        wanted = frozenset[str]().union(*(contract.profiles()[name].requirements for name in chosen.profile))
+        return breadth.ordered(kept, chosen, changed.read(changed.PACKED), wanted=wanted, first=first)
 
     def _spare(
         self, spared: set[pytest.Function], functions: list[pytest.Function], config: pytest.Config
@@ -105,7 +115,7 @@ class Shortening:
         if selection.profile or selection.contract:
             ids: Container[str] = contract.items()
             if selection.profile:
-                ids = contract.items_of_profile(selection.profile, selection.hardware_class)
+                ids = set[str]().union(*_items(selection).values())
             return {item for item in functions if cases.case_id(item) in ids}
         if selection.effort == Effort.FULL:
             return set(functions)
@@ -121,13 +131,26 @@ def lines(selection: Selection, progress: Progress, change: changed.Change | Non
         return [*change.lines, f"{what}, {left} were not run" if left else f"{what}: all of them"]
     if not selection.profile:
         return [_summary(selection.effort, progress)]
-    name, hardware = selection.profile, selection.hardware_class
-    number = len(contract.items_of_profile(name, hardware))
     return [
-        f"profile {name} on {hardware}: {one} passed {progress.verdicts[one, Verdict.PASS]} of {number} items, "
-        f"in {progress.seconds[one]:.0f} s of cases"
+        _figures(name, ids, one, selection, progress)
+        for name, ids in _items(selection).items()
         for one in selection.implementations
     ]
+
+
+def _items(selection: Selection) -> dict[str, frozenset[str]]:
+    """By profile of the run, the ids of the items that its hardware can have."""
+    return {name: contract.items_of_profile(name, selection.hardware_class) for name in selection.profile}
+
+
+def _figures(profile: str, ids: frozenset[str], name: str, selection: Selection, progress: Progress) -> str:
+    counts = tally(progress.verdicts_of(name, ids))
+    over = {one["id"] for one in progress.left_out if one["implementation"] == name and one["reason"].startswith(SPENT)}
+    told = f"{counts.failed} failed, {counts.known} failed as expected, {counts.skipped} skipped, "
+    return (
+        f"profile {profile} on {selection.hardware_class}: {name} passed {counts.passed} of {len(ids)} items, {told}"
+        f"{len(ids & over)} left out for time, in {progress.seconds_of(name, ids):.0f} s of cases"
+    )
 
 
 def _summary(effort: Effort, progress: Progress) -> str:

@@ -55,7 +55,8 @@ def describe(
         cpu_count=os.cpu_count(),
         device=selection.device,
         accelerators=[Accelerator(name=one.name, memory_bytes=getattr(one, "total_memory", 0)) for one in found],
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if selection.backend == "nccl" else None,
+        nccl=devices.nccl_version() if selection.backend == "nccl" else None,
+        backend=selection.backend,
         started=started.isoformat(timespec="seconds"),
         command=command,
         implementations={

@@ -152,7 +152,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_RESTING] = contextlib.ExitStack()
     config.pluginmanager.register(_RunObserver(state, config))
     config.pluginmanager.register(effort.Shortening(state))
-    if config.option.shardproof_changed or config.option.shardproof_changed_since:
+    limited = ("changed", "changed_since", "profile")
+    if any(getattr(config.option, f"shardproof_{name}") for name in limited):
         config.pluginmanager.register(changed.Ending(lambda: state.selection))
         changed.one_at_a_time(config)
     config.pluginmanager.register(terminal.AlikeFailures())

@@ -26,6 +26,10 @@ _DEFAULT_DEADLINE, _DEFAULT_DEADLINE_ON_CPU = 30.0, 60.0
 #: How long the cases that call what was changed may run, in seconds, for a run without ``--seconds``.
 _DEFAULT_SECONDS = 60.0
 
+#: How long cases of profiles may begin, in seconds after the start of the run, for a run without ``--seconds``. With
+#: the deadline of the last case and the end of the run, that is ten minutes.
+_SECONDS_OF_PROFILES = 530.0
+
 #: The longest deadline of a case in seconds. The process groups of the ranks time out after 30 minutes; the deadline
 #: must come first, because only then the ranks' stacks and collectives are collected.
 MOST_DEADLINE_SECONDS = 1500.0
@@ -158,23 +162,25 @@ def _contract(version: str | None, asked: Asked) -> str | None:
     return version
 
 
-def _profile(name: str | None, asked: Asked) -> str:
-    """Check that there is a profile, that this hardware can have it, and that nothing else says which items run."""
-    if name is None:
-        return ""
+def _profile(text: str | None, asked: Asked) -> tuple[str, ...]:
+    """Check that there are such profiles, that this hardware can have them, and that nothing else chooses items."""
+    if text is None:
+        return ()
     from shardproof.harness.tensors import devices
 
     if others := _choosing(asked, "contract"):
-        raise ValueError(f"--profile {name}: a profile says which items run; leave out {others[0]}")
-    if name not in contracts.profiles():
-        raise ValueError(f"--profile {name}: expected {', '.join(contracts.profiles())}")
-    device = asked["device"]
+        raise ValueError(f"--profile {text}: a profile says which items run; leave out {others[0]}")
+    device, known = asked["device"], contracts.profiles()
     has_nccl = devices.BACKENDS.get(device) == "nccl" and asked["ranks_per_gpu"] == 1
     hardware = contracts.class_of(device, has_nccl=has_nccl)
-    if hardware not in (can := sorted(contracts.profiles()[name].classes)):
-        where = f"--device {device} is {hardware}" if hardware else f"--device {device} has no NCCL"
-        raise ValueError(f"--profile {name}: it is of {', '.join(can)}, and {where}")
-    return name
+    names = tuple(dict.fromkeys(contracts.named(text)))
+    if not names or any(name not in known for name in names):
+        raise ValueError(f"--profile {text}: expected {', '.join(known)}, or several of them, separated by commas")
+    for name in names:
+        if hardware not in (can := known[name].classes):
+            classes = ", ".join(one for one in contracts.CLASSES if one in can)
+            raise ValueError(f"--profile {name}: it is of {classes}, and --device {device} is {hardware}")
+    return names
 
 
 def _choosing(asked: Asked, *others: str) -> list[str]:
@@ -218,23 +224,24 @@ def _check_change(given: str, asked: Asked) -> None:
 
 def _seconds(seconds: float | None, asked: Asked) -> float:
     if seconds is None:
-        return _DEFAULT_SECONDS
+        return _SECONDS_OF_PROFILES if asked.given["profile"] is not None else _DEFAULT_SECONDS
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds {seconds:g}: expected a positive number of seconds")
-    _check_beside_changed("--seconds", asked)
+    if asked.given["profile"] is None and not _has_change(asked):
+        raise ValueError("--seconds: it is for --profile, --changed or --changed-since, and none is given")
     return seconds
 
 
 def _map(file: str | None, asked: Asked) -> pathlib.Path | None:
     if file is None:
         return None
-    _check_beside_changed("--map", asked)
+    if not _has_change(asked):
+        raise ValueError("--map: it is for --changed or --changed-since, and neither is given")
     return pathlib.Path(file)
 
 
-def _check_beside_changed(option: str, asked: Asked) -> None:
-    if not asked.given["changed"] and not asked.given["changed_since"]:
-        raise ValueError(f"{option}: it is for --changed or --changed-since, and neither is given")
+def _has_change(asked: Asked) -> bool:
+    return bool(asked.given["changed"] or asked.given["changed_since"])
 
 
 def _fuzz(seconds: float | None, asked: Asked) -> float | None:
@@ -413,12 +420,13 @@ class Options:
         page="only the items of this [version of the contract](contract.md#versions), such as `2026.12`; an older "
         "version is refused with the commit that has it",
     )
-    profile: str = _option(
-        metavar="NAME",
+    profile: tuple[str, ...] = _option(
+        metavar="NAMES",
         check=_profile,
-        help="run the items of this profile of the contract, such as core, and no others; instead of --effort",
-        page="only the items of this [profile of the contract](contract.md#profiles), such as `core`, that the "
-        "hardware can have ([below](#a-profile))",
+        help="run the items of these profiles of the contract, such as core,zero3, and no others, until --seconds are "
+        "over; instead of --effort",
+        page="only the items of these [profiles of the contract](contract.md#profiles), such as `core,zero3`, that the "
+        "hardware can have, until `--seconds` are over ([below](#a-profile))",
     )
     changed: tuple[str, ...] = _option(
         metavar="FILE[:FUNCTION]",
@@ -441,9 +449,12 @@ class Options:
         metavar="SECONDS",
         type=float,
         check=_seconds,
-        help=f"how long cases may run after --changed or --changed-since (default: {_DEFAULT_SECONDS:g})",
-        page="how long cases may run after `--changed` or `--changed-since`, from the first of each worker on (default "
-        f"{_DEFAULT_SECONDS:g}); the other cases are left out of the run file, with that reason",
+        help=f"how long cases may begin, with --changed or --changed-since (default: {_DEFAULT_SECONDS:g}) or "
+        f"--profile (default: {_SECONDS_OF_PROFILES:g})",
+        page="how long cases may begin: with `--changed` or `--changed-since` counted from the first case of each "
+        f"worker (default {_DEFAULT_SECONDS:g}), with `--profile` from the start of the run (default "
+        f"{_SECONDS_OF_PROFILES:g}, so that it ends within ten minutes); the other cases are left out of the run file, "
+        "with that reason",
     )
     map: pathlib.Path | None = _option(  # noqa: RUF009  (a field)
         metavar="FILE",

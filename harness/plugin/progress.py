@@ -21,7 +21,6 @@ class Progress:
         spared: the number of cases that the effort of the run left out, by implementation and file.
         unasked: by implementation, what is required of every implementation and no case asks, and what it would need.
         left_out: the selected cases that pytest skipped without asking the plugin, as by ``@pytest.mark.skip``.
-        seconds: what the cases of each implementation took.
         examples: the number of examples that cases which draw them have run.
         verdicts: the number of cases for each (implementation, verdict); a case that was run again counts once, with
             its last verdict.
@@ -34,8 +33,8 @@ class Progress:
         self.left_out: list[dict[str, str]] = []
         self.examples = 0
         self.verdicts: collections.Counter[tuple[str, str]] = collections.Counter()
-        self.seconds: dict[str, float] = collections.defaultdict(float)
         self._last: dict[tuple[str, str], str] = {}
+        self._seconds: dict[tuple[str, str], float] = collections.defaultdict(float)
         self._attempts: collections.Counter[tuple[str, str]] = collections.Counter()
 
     def add(self, record: Mapping[str, Any]) -> int:
@@ -48,14 +47,22 @@ class Progress:
             The number of the attempt, from 1: plugins such as pytest-rerunfailures run a case again.
         """
         self.examples += record.get("examples", 0)
-        self.seconds[record["implementation"]] += record["seconds"]
         key = (record["implementation"], record["id"])
+        self._seconds[key] += record["seconds"]
         if key in self._last:
             self.verdicts[key[0], self._last[key]] -= 1
         self._last[key] = record["verdict"]
         self._attempts[key] += 1
         self.verdicts[key[0], record["verdict"]] += 1
         return self._attempts[key]
+
+    def verdicts_of(self, implementation: str, ids: Iterable[str]) -> list[str]:
+        """Return the verdicts of these cases, as far as they have one."""
+        return [self._last[implementation, id_] for id_ in ids if (implementation, id_) in self._last]
+
+    def seconds_of(self, implementation: str, ids: Iterable[str]) -> float:
+        """Return what these cases took, each in all of its attempts."""
+        return sum(self._seconds.get((implementation, id_), 0.0) for id_ in ids)
 
     @property
     def missing(self) -> list[str]:

@@ -39,7 +39,7 @@ class Selection(Options):
     @property
     def asked(self) -> str:
         """What says which of the selected cases run, as the header names it."""
-        return f"profile: {self.profile}" if self.profile else f"effort: {self.effort}"
+        return f"profile: {','.join(self.profile)}" if self.profile else f"effort: {self.effort}"
 
     @functools.cached_property
     def capabilities(self) -> Mapping[str, frozenset[str]]:

@@ -292,7 +292,7 @@ class State:
         if self.journal is not None and selected:
             suites = _hash_of_suites({name: pathlib.Path(path) for name, path in files.items()})
             chosen = self.selection
-            effort = Effort(name=chosen.effort, deselected=self.progress.spared, profile=chosen.profile)
+            effort = Effort(name=chosen.effort, deselected=self.progress.spared, profile=",".join(chosen.profile))
             self.journal.select(selected, effort=effort, unasked=found, suites=suites)
             if self.resuming is not None:
                 for (name, id_), record in self.resuming.records.items():

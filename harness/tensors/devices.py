@@ -57,6 +57,11 @@ def _is_type(name: str) -> bool:
         return False
 
 
+def nccl_version() -> str:
+    """The version of NCCL, of a torch that has it."""
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
 def counts_memory(device: torch.device) -> bool:
     """Whether the allocator of the device counts the bytes that are requested, and the most at once."""
     return "requested_bytes.all.peak" in _memory_stats(device)

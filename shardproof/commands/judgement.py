@@ -68,11 +68,14 @@ def of(command: str, items: Sequence[Item], text: str, *, is_judged: bool = True
 
 def write(path: str | None, judgement: Judgement) -> int:
     """Write the file, if the option names one; return 0, or the exit code of a file that cannot be written."""
-    if path is None:
-        return 0
+    return 0 if path is None else write_json(judgement.command, path, judgement)
+
+
+def write_json(command: str, path: str, found: Any) -> int:
+    """Write what a command has found to the file of its ``--json``; return 0, or the exit code if it cannot."""
     try:
-        text = json.dumps(jsonfiles.encode(judgement), indent=1, allow_nan=False)
+        text = json.dumps(jsonfiles.encode(found), indent=1, allow_nan=False)
         folders.write_file(Path(path), f"{text}\n")
     except folders.NotWritten as error:
-        return commands.refuse(f"{judgement.command}: --json {error}")
+        return commands.refuse(f"{command}: --json {error}")
     return 0

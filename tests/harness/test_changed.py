@@ -147,7 +147,7 @@ def test_a_file_that_may_be_two_is_one_line(found, map_file):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--seconds", "3"], "--seconds: it is for --changed or --changed-since, and neither is given"),
+        (["--seconds", "3"], "--seconds: it is for --profile, --changed or --changed-since, and none is given"),
         (["--map", "m"], "--map: it is for --changed or --changed-since, and neither is given"),
         (["--changed", "a.py", "--seconds", "0"], "--seconds 0: expected a positive number of seconds"),
         (["--changed", "a.py", "--profile", "core"], "--changed a.py: * leave out --profile core"),
@@ -240,13 +240,15 @@ def test_what_no_time_is_left_for_is_left_out(run, pytester, map_file, seconds):
         )
 
 
-def test_the_time_begins_with_the_first_case(monkeypatch):
-    now = iter([100.0, 104.0, 105.0])
-    ending = changed.Ending(lambda: types.SimpleNamespace(seconds=5.0), clock=lambda: next(now))
+@pytest.mark.parametrize(("profile", "ran"), [((), 2), (("core",), 1)], ids=["first-case", "run"])
+def test_the_time_begins_with_the_first_case_or_with_the_run_of_a_profile(monkeypatch, profile, ran):
+    now = iter([97.0, 100.0, 104.0, 105.0])
+    chosen = types.SimpleNamespace(seconds=5.0, profile=profile)
+    ending = changed.Ending(lambda: chosen, clock=lambda: next(now))
     monkeypatch.setattr(changed.cases, "is_case", lambda item: item == "case")
     ending.pytest_runtest_setup("other")
-    ending.pytest_runtest_setup("case")
-    ending.pytest_runtest_setup("case")
+    for _ in range(ran):
+        ending.pytest_runtest_setup("case")
     with pytest.raises(pytest.skip.Exception, match="--seconds 5 are over"):
         ending.pytest_runtest_setup("case")
 

@@ -1,9 +1,11 @@
 """Shorter runs: what they leave out, what they never leave out, and what they print of it; the order of cases."""
 
 import json
+import types
 
 import pytest
 
+from shardproof.harness.plugin import effort
 from shardproof.runfile import load_run
 from tests.harness import explained_bugs
 from tests.harness.inner import name_of
@@ -266,3 +268,28 @@ def test_all_cases_of_an_implementation_with_its_own_worlds_come_before_those_of
     one, other = map(name_of, (explained_bugs.StaleParameters, explained_bugs.Unsteady))
     found = collected("--impl", f"{one},{other}", "-k", "test_second", source=PARAMETERS)
     assert [name.partition("[")[2].partition("-w2")[0] for name in found] == [one, one, other, other]
+
+
+class Item:
+    """A case of an implementation, as far as its place in the order depends on it."""
+
+    def __init__(self, name, implementation, turn, alone=False):
+        self.name, self.implementation, self.turn, self.alone = name, implementation, turn, alone
+
+    def get_closest_marker(self, name):
+        return self.alone if name == "alone" and self.alone else None
+
+
+@pytest.mark.parametrize(("profile", "order"), [((), "abcdef"), (("core",), "adbecf")])
+def test_a_turn_is_of_all_cases_of_profiles_and_else_of_an_implementation(monkeypatch, profile, order):
+    """Time may be over: what wants worlds of its own, or to be alone, is not last of all, but last of its turn."""
+    items = [Item("d", "own", 0), Item("a", "other", 0), Item("b", "other", 1), Item("e", "own", 1)]
+    items += [Item("f", "own", 2, alone=True), Item("c", "other", 2)]
+    apart = types.SimpleNamespace(traits=types.SimpleNamespace(isolation="process"))
+    shared = types.SimpleNamespace(traits=types.SimpleNamespace(isolation="shared"))
+    chosen = types.SimpleNamespace(profile=profile, implementations={"own": apart, "other": shared})
+    # The name in the module alone: the plugin of this run of pytest has functions of its own to ask.
+    own = types.SimpleNamespace(is_case=lambda item: True, launch_of=lambda item: item)
+    monkeypatch.setattr(effort, "cases", own)
+    effort.order(items, chosen, turns={item: item.turn for item in items})
+    assert "".join(item.name for item in items) == order

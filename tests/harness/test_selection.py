@@ -84,7 +84,7 @@ GIVEN = {
     "report": (["run.json"], "run.json"),
     "effort": (["quick"], Effort.QUICK),
     "contract": ([contract.version()], contract.version()),
-    "profile": (["core"], "core"),
+    "profile": (["core, zero3"], ("core", "zero3")),
     "changed": (["_fsdp_param.py:FSDPParam"], ("_fsdp_param.py:FSDPParam",)),
     "changed_since": (["main"], "main"),
     "seconds": (["9", "--changed", "_fsdp_param.py"], 9.0),
@@ -130,6 +130,7 @@ def test_the_page_has_the_table_of_the_options():
 
 SECONDS = "expected a positive number of seconds, at most 1500"
 LISTED = "says which items run; leave out"
+PROFILES = "core, zero1, zero3, hsdp, composition, experts, engine, fsdp1-api"
 #: The GPUs of the host, what is asked, and the line that refuses it.
 REFUSED = [
     (0, {"impl": "ddp,"}, "--impl ddp,: expected names such as reference,torch.fully_shard"),
@@ -155,17 +156,20 @@ REFUSED = [
     (
         0,
         {"profile": "cor"},
-        "--profile cor: expected core, zero1, zero3, hsdp, composition, experts, engine, fsdp1-api",
+        f"--profile cor: expected {PROFILES}, or several of them, separated by commas",
     ),
+    (0, {"profile": "core,x"}, f"--profile core,x: expected {PROFILES}, or several of them, separated by commas"),
+    (0, {"profile": ","}, f"--profile ,: expected {PROFILES}, or several of them, separated by commas"),
     (0, {"profile": "core", "effort": "quick"}, f"--profile core: a profile {LISTED} --effort quick"),
     (0, {"profile": "core", "contract": "2026.12"}, f"--profile core: a profile {LISTED} --contract 2026.12"),
     (0, {"profile": "core", "simulate": "8"}, f"--profile core: a profile {LISTED} --simulate"),
     (2, {"profile": "hsdp", "device": "cuda"}, "--profile hsdp: it is of cpu-4, and --device cuda is nccl-2"),
     (
         2,
-        {"profile": "core", "device": "cuda", "ranks_per_gpu": 2},
-        "--profile core: it is of cpu-4, nccl-2, and --device cuda has no NCCL",
+        {"profile": "core,hsdp", "device": "cuda", "ranks_per_gpu": 2},
+        "--profile hsdp: it is of cpu-4, and --device cuda is accelerator-2",
     ),
+    (0, {"seconds": 9.0}, "--seconds: it is for --profile, --changed or --changed-since, and none is given"),
     (0, {"deadline": 0.0}, f"--deadline 0: {SECONDS}"),
     (0, {"deadline": -1.0}, f"--deadline -1: {SECONDS}"),
     (0, {"deadline": float("inf")}, f"--deadline inf: {SECONDS}"),
@@ -210,7 +214,24 @@ def test_one_line_names_what_is_wrong(gpus, monkeypatch, count, options, told):
 def test_the_hardware_classes_of_profiles(gpus):
     gpus(2)
     assert ask(device="cuda", profile="core").hardware_class == "nccl-2"
+    assert ask(device="cuda", profile="core,zero3", ranks_per_gpu=2).hardware_class == "accelerator-2"
     assert ask(device="cpu", profile="hsdp").hardware_class == "cpu-4"
+
+
+def test_a_run_of_profiles_on_the_devices_of_another_vendor(gpus, monkeypatch):
+    gpus(2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu"))
+    chosen = ask(device="xpu", profile="core,zero3")
+    assert (chosen.device, chosen.backend, chosen.hardware_class) == ("xpu", "xccl", "accelerator-2")
+    items = contract.items_of_profile("core", chosen.hardware_class)
+    assert items and all(contract.items()[one].hardware <= chosen.hardware for one in items)
+
+
+@pytest.mark.parametrize(("options", "seconds"), [({"profile": "core"}, 530), ({"profile": "core", "seconds": 9.0}, 9)])
+def test_the_time_of_a_run_of_profiles(options, seconds):
+    """With the deadline of the last case it is less than ten minutes."""
+    chosen = ask(device="cpu", **options)
+    assert chosen.seconds == seconds and chosen.seconds + chosen.deadline <= 590
 
 
 @pytest.mark.parametrize(

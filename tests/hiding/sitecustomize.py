@@ -4,6 +4,7 @@ The folder of this file on PYTHONPATH, every Python process imports it as it sta
 is hidden from all code but torch's own: a torch that lacks it would not use it either.
 """
 
+import builtins
 import dis
 import importlib.abc
 import importlib.machinery
@@ -146,3 +147,29 @@ if hidden := os.environ.get("TORCH_LACKS"):
     _find_no_module(hidden)
 if version := os.environ.get("TORCH_CALLS_ITSELF"):
     sys.meta_path.insert(0, _AfterImport(lambda: _pretend(version)))
+
+
+def _forbid(path):
+    """Refuse imports of a module, and of what is in it, to whoever is not torch, which imports it itself."""
+    statement, call = builtins.__import__, importlib.import_module
+
+    def check(names, asker):
+        if asker.partition(".")[0] not in ("torch", "functorch"):
+            for name in names:
+                if f"{name}.".startswith(f"{path}."):
+                    raise ImportError(f"{name} is forbidden to {asker}", name=name)
+
+    def checked_statement(name, globals=None, locals=None, fromlist=(), level=0):
+        if not level:
+            check([name, *(f"{name}.{one}" for one in fromlist or ())], (globals or {}).get("__name__", ""))
+        return statement(name, globals, locals, fromlist, level)
+
+    def checked_call(name, package=None):
+        check([name], sys._getframe(1).f_globals.get("__name__", ""))
+        return call(name, package)
+
+    builtins.__import__, importlib.import_module = checked_statement, checked_call
+
+
+if forbidden := os.environ.get("TORCH_FORBIDS"):
+    _forbid(forbidden)

@@ -65,7 +65,10 @@ def test_what_shards_nothing_reaches_no_profile_of_sharding(capability, cell):
     assert (found.cell, found.missing) == (cell, "not known to shard optimizer" * (cell != "reached"))
 
 
-@pytest.mark.parametrize(("nccl", "found"), [("2.28.9", [("nccl-2", "ours", 2, "reached")]), (None, [])])
+@pytest.mark.parametrize(
+    ("nccl", "found"),
+    [("2.28.9", [("nccl-2", "ours", 2, "reached")]), (None, [("accelerator-2", "ours", 2, "reached")])],
+)
 def test_on_gpus_the_class_has_fewer_items_and_profiles(nccl, found):
     run = parse_run(run_of(device="cuda", nccl=nccl))
     assert [(one.hardware, one.profile, one.items, one.cell) for one in standings(run)] == found
