@@ -5,13 +5,21 @@ import pkgutil
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from packaging.requirements import Requirement
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardproof import torch_versions
+from shardproof.harness.judging.finding import Stage
 from shardproof.harness.tensors import private
+from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.tensors.layouts import Layout, layout_of
+from shardproof.harness.training.sides import Sides
+from shardproof.harness.watching.names import number_of
 from tests.harness.inner import PYTHONPATH, ROOT, python
 from tests.names_of_torch import HIDING, files_of, nodes_of, paths_of_torch
 
@@ -83,6 +91,39 @@ def test_what_needs_no_suite_imports_none(command):
     script = f"import sys, {', '.join(modules)}\n"
     script += "print([one for one in sys.modules if one.startswith(('fsdp_impl', 'shardproof.suites'))])"
     assert python("-c", script, code=0).stdout == "[]\n"
+
+
+# Total norms, which torch 2.9 returns before it reduces them
+
+
+@pytest.fixture
+def alone():
+    """A world of one rank."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_a_part_of_a_norm_is_no_number(alone):
+    part = DTensor.from_local(torch.tensor(3.0), alone, [Partial()], run_check=False)
+    whole = DTensor.from_local(torch.tensor(3.0), alone, [Replicate()], run_check=False)
+    assert [number_of(one) for one in (part, whole, torch.tensor(3.0), 3.0, None)] == [None, 3.0, 3.0, 3.0, None]
+    assert layout_of(part).pending == (), "of one rank it is made"
+
+
+def test_a_check_combines_the_parts_of_a_norm():
+    """And what clipping adds to each of them may show in the gradients."""
+    key = (Stage.TOTAL_NORM, "", "", 0, 0, 0, "")
+    ranks = [SimpleNamespace(norm_types=[2.0], events={
+        key: SimpleNamespace(value=torch.tensor(value), layout=Layout(Box(()), pending, (0, 1)))
+    }) for value, pending in ((3.0, (0, 1)), (4.0, (0, 1)))]  # fmt: skip
+    sides = Sides.__new__(Sides)
+    object.__setattr__(sides, "ranks", ranks)
+    assert float(sides.norm(key, ranks[1])) == 5.0
+    assert sides.added_to_norms == pytest.approx(1e-6 * 2**0.5 / 5)
+    ranks[0].events[key].layout = Layout(Box(()))
+    sides.__dict__.pop("added_to_norms")
+    assert (float(sides.norm(key, ranks[0])), sides.added_to_norms) == (3.0, 0.0)
 
 
 # Refusals
