@@ -1,7 +1,7 @@
 """Writes into wheels and sdists what a clone has elsewhere; everything else about the build is in pyproject.toml.
 
-That is the commit, the contract, and the pages of ``python docs/make.py`` if they were made of these sources; and README,
-whose links lead into a clone. All of it takes the standard library alone, so that installing needs no torch.
+That is the commit, the contract, and the pages of ``python docs/make.py`` if they were made of these sources; and
+README, whose links lead into a clone. All of it takes the standard library alone, so that installing needs no torch.
 """
 
 import re

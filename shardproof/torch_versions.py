@@ -1,7 +1,7 @@
 """The releases of torch that shardproof runs with: the oldest of each part, and the newest that is tested.
 
-The doctor, recordings, comparisons, states and checks need hooks. The suites and what drives them need FSDP2 as it is
-since 2.11. Nothing here imports torch: a refusal comes before what takes seconds.
+The doctor, recordings, comparisons, states and checks need hooks. The suites and their drivers need FSDP2 as it is since
+2.11. Nothing here imports torch: a refusal comes before what takes seconds.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ def text(release: tuple[int, ...]) -> str:
 def release_of(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version; empty if it has none.
 
-    What stands behind them does not count: 2.11.0a0+git1234567 is a 2.11.
+    The rest does not count: 2.11.0a0+git1234567 is a 2.11.
     """
     found = re.match(r"(\d+)\.(\d+)", version)
     return () if found is None else tuple(map(int, found.groups()))

@@ -32,7 +32,7 @@ BY_DAY = (
 ALIKE: dict[str, Callable[[list[float]], float]] = {"mean": statistics.fmean, "sum": math.fsum}
 #: A callback of PowerSGD waits for a collective in a worker thread of gloo, and needs a second one.
 TWO_THREADS = ("hook_powersgd",)
-#: Scripts that crash with an older torch, without the doctor too: its pipelines, where stages exchange shapes over gloo.
+#: Scripts that crash with an older torch, without the doctor too: stages of its pipelines exchange shapes over gloo.
 NEWER = {"pipeline_gpipe": (2, 10), "pipeline_interleaved": (2, 10)}
 #: A float64's relative distance of two losses that are sums of the same numbers in another order.
 ROUNDING = 1e-9

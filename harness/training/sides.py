@@ -200,7 +200,9 @@ class Sides:
             return seen.value.double()
         kind = rank.norm_types[min(key[4], len(rank.norm_types) - 1)] if rank.norm_types else 2.0
         held = [self.ranks[one].events.get(key) for one in seen.layout.pending]
-        return torch.linalg.vector_norm(torch.stack([one.value.double() for one in held if one is not None]), kind)
+        parts = torch.stack([one.value.double() for one in held if one is not None])
+        norm: torch.Tensor = torch.linalg.vector_norm(parts, kind)
+        return norm
 
     def named(self, factor: float) -> tuple[float, str]:
         """Return a factor and its name; one that is a size or one divided by a size is exactly that."""
