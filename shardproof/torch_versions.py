@@ -1,7 +1,7 @@
 """The releases of torch that shardproof runs with: the oldest of each part, and the newest that is tested.
 
-The doctor, recordings, comparisons, states and checks need hooks. The suites and their drivers need FSDP2 as it is since
-2.11. Nothing here imports torch: a refusal comes before what takes seconds.
+The doctor, recordings, comparisons, states and checks need hooks. The suites and their drivers need FSDP2 as it is
+since 2.11. Nothing here imports torch: a refusal comes before an import that takes seconds.
 """
 
 import importlib.util

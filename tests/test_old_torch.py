@@ -85,7 +85,7 @@ def test_the_installed_torch_has_each_name():
 
 
 @pytest.mark.parametrize("command", DOORS)
-def test_what_needs_no_suite_imports_none(command):
+def test_commands_that_need_no_suite_import_none(command):
     """Neither the suites nor the reference implementation."""
     modules = [f"shardproof.commands.{command}", *(f"shardproof.harness.{one}" for one in DOORS[command].split())]
     script = f"import sys, {', '.join(modules)}\n"
