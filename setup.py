@@ -1,11 +1,12 @@
 """Writes into wheels and sdists what a clone has elsewhere; everything else about the build is in pyproject.toml.
 
-That is the commit, the contract, and the pages of ``python docs/make.py`` if they were made of these sources. All of
-it takes the standard library alone, so that installing needs no torch.
+That is the commit, the contract, and the pages of ``python docs/make.py`` if they were made of these sources; and
+README, whose links lead into a clone. All of it takes the standard library alone, so that installing needs no torch.
 """
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 from setuptools import setup
@@ -51,4 +52,19 @@ class SdistWithMade(sdist):
         write_made(base_dir)
 
 
-setup(cmdclass={"build_py": BuildWithMade, "sdist": SdistWithMade})
+def readme() -> str:
+    """Return README for an index: links into the clone lead to the tag of the release, where `project.urls` has a
+    Repository, and are texts otherwise.
+    """
+    project = tomllib.loads(Path(__file__).with_name("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    repository = project.get("urls", {}).get("Repository", "").rstrip("/")
+    link = rf"[\1]({repository}/blob/v{project['version']}/\2)" if repository else r"\1"
+    text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    return re.sub(r"\[([^]]*)\]\((?!https?:|#)([^)]*)\)", link, text)
+
+
+setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    cmdclass={"build_py": BuildWithMade, "sdist": SdistWithMade},
+)

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from shardproof import garbage
+from shardproof import garbage, torch_versions
 
 USAGE = """\
 usage: shardproof COMMAND ...
@@ -61,6 +61,9 @@ NEEDS = {
     "torch-names": ("torch",),
 }  # fmt: skip
 
+#: Those that need the torch of the suites; the others run with an older one, too.
+_OF_SUITES = ("run", "plan", "reproduce")
+
 COMMANDS = (
     "run", "report", "page", "gate", "expectations", "findings", "merge", "submit", "doctor", "record", "compare",
     "state", "check", "reproduce", "plan", "implementations", "explain", "torch-names",
@@ -88,6 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = " and ".join(missing)
         how = f"`pip install {' '.join(missing)}` brings what is missing"
         print(f"shardproof {command} needs {names}; {how}", file=sys.stderr)
+        return BAD_USAGE
+    if needs and command in _OF_SUITES and (refusal := torch_versions.refusal(f"shardproof {command}")):
+        print(refusal, file=sys.stderr)
         return BAD_USAGE
     if command in COMMANDS:
         # Each command is imported when it is chosen: a run file can be read without torch and pytest.

@@ -235,8 +235,8 @@ def test_commands_that_do_not_exist(tmp_path, path):
     done = run("-m", "shardproof", "summary", cwd=tmp_path, path=path)
     assert (done.returncode, done.stdout) == (2, "")
     known = (
-        "run, report, page, gate, expectations, findings, merge, submit, doctor, record, compare, check, reproduce, "
-        "plan, implementations or torch-names"
+        "run, report, page, gate, expectations, findings, merge, submit, doctor, record, compare, state, check, "
+        "reproduce, plan, implementations, explain or torch-names"
     )
     assert done.stderr == f"shardproof: 'summary' is not a command; use {known}\n"
     done = run("-m", "shardproof", "report", "none.json", cwd=tmp_path, path=path)

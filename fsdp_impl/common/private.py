@@ -23,6 +23,15 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
 
+OLDEST = "2.11"
+"""The oldest torch that is supported: with an older one the package does not import."""
+
+if tuple(map(int, torch.__version__.split(".")[:2])) < tuple(map(int, OLDEST.split("."))):
+    # Whoever looks for names that a torch lacks finds that of its version here.
+    _TEXT = f"fsdp_impl needs torch {OLDEST} or later, and torch {torch.__version__} is installed"
+    raise ImportError(_TEXT, name="torch.__version__")
+
+
 class Name(NamedTuple):
     """A private name: its full path, what needs it, and what happens where torch has none."""
 

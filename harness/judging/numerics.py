@@ -133,6 +133,9 @@ SCALES_APART = 1e-4
 NORMS_APART = 1e-2
 SAME_NORM = 1e-3
 
+#: What ``clip_grads_with_norm_`` adds to a norm, so as not to divide by zero.
+ADDED_TO_NORM = 1e-6
+
 #: Within which the gradients of a rank have one scale between backward and step.
 ONE_SCALE = 2e-2
 

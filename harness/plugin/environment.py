@@ -1,6 +1,5 @@
 """The environment of a run, for the run file: versions, host, implementations and the constants of the comparison."""
 
-import contextlib
 import datetime
 import os
 import pathlib
@@ -8,18 +7,13 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 
-from packaging.version import InvalidVersion, Version
-
 import shardproof
-from shardproof import contract
+from shardproof import contract, torch_versions
 from shardproof.harness.adapters import registry
 from shardproof.harness.plugin import origin
 from shardproof.harness.plugin.selection import Selection
 from shardproof.harness.worlds.torchrun.fleet import Fleet
 from shardproof.runfile import Accelerator, Environment, Implementation, Torchrun
-
-NEWEST_TORCH = (2, 15)
-"""The newest release of torch with which shardproof has been tested."""
 
 
 def describe(
@@ -84,11 +78,10 @@ def header(selection: Selection) -> list[str]:
 
     lines = [f"shardproof: {name}: {files}" for name, files in _files(selection).items()]
     lines += [f"shardproof: {part}: {what}" for part, what in private.mends().items()]
-    with contextlib.suppress(InvalidVersion):
-        release = Version(torch.__version__).release[:2]
-        if release > NEWEST_TORCH:
-            found, tested = (".".join(map(str, one)) for one in (release, NEWEST_TORCH))
-            lines.append(f"shardproof: torch {found} is newer than the newest tested one, {tested}")
+    release = torch_versions.release_of(torch.__version__)
+    if release > torch_versions.NEWEST:
+        found, tested = map(torch_versions.text, (release, torch_versions.NEWEST))
+        lines.append(f"shardproof: torch {found} is newer than the newest tested one, {tested}")
     return lines
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from _pytest._code.code import Traceback
 
-from shardproof import garbage
+from shardproof import garbage, torch_versions
 from shardproof.harness.plugin import (
     cases,
     changed,
@@ -23,6 +23,7 @@ from shardproof.harness.plugin import (
     live,
     marks,
     options,
+    packaged,
     selection,
     terminal,
     torchrun,
@@ -60,6 +61,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     simulated = metafunc.definition.get_closest_marker("simulated")
     if "rank" not in metafunc.fixturenames or (worlds is None and simulated is None):
         return
+    if refusal := _refusal(metafunc.config):  # a run without options, of which nothing is known before
+        pytest.fail(refusal, pytrace=False)
     chosen = metafunc.config.stash[STATE].selection
     if simulated is not None:
         # Without --simulate there is an item too, so that known failures find their cases; it is deselected.
@@ -75,6 +78,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if parameter is not None:
         name, kind = parameter
         metafunc.parametrize(name, [drawing.Drawn(kind)], ids=[pytest.HIDDEN_PARAM])
+
+
+def _refusal(config: pytest.Config) -> str:
+    """Return why the installed torch is too old for cases, in one line; empty if it is not, or for a check."""
+    return "" if packaged.are_own(config.args) else torch_versions.refusal("a case")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -144,7 +152,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marks; with options of a conformance run, check them and start the forkserver early."""
+    """Register the marks; with options of a conformance run, check them and start the forkserver early.
+
+    Raises:
+        pytest.UsageError: the torch is too old for cases.
+    """
     for line in marks.MARKER_LINES:
         config.addinivalue_line("markers", line)
     state = config.stash[STATE] = State(config)
@@ -160,6 +172,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(terminal.AllFailures())
     terminal.show(config)
     if command_line.asks_for_a_run(config):
+        if refusal := _refusal(config):
+            raise pytest.UsageError(refusal)
         config.stash[_RESTING].enter_context(garbage.resting())
         if _names_are_known(config):
             if sys.stderr.isatty() and not state.is_worker:

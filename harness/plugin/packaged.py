@@ -6,6 +6,7 @@ be two modules.
 """
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import shardproof
 
 _PACKAGED = pathlib.Path(shardproof.__file__).parent / "suites"
 SUITES = _PACKAGED.resolve()
+_OWN = pathlib.Path(shardproof.__file__).parent / "own"
 
 
 class SuiteModule(pytest.Module):
@@ -27,6 +29,11 @@ class SuiteModule(pytest.Module):
 def is_suites(directory: pathlib.Path) -> bool:
     """Return whether the directory is that of shardproof's own suites, directly or through a link."""
     return directory.resolve() == SUITES
+
+
+def are_own(arguments: Sequence[str]) -> bool:
+    """Return whether arguments of pytest name the case of ``shardproof check`` alone, which needs no suite."""
+    return bool(arguments) and all(pathlib.Path(one).parent == _OWN for one in arguments)
 
 
 def files() -> dict[str, pathlib.Path]:

@@ -66,7 +66,8 @@ def _pending(mesh: DeviceMesh, placements: tuple[Placement, ...], at: tuple[int,
     if at is None or not any(isinstance(one, Partial) for one in placements):
         return ()
     index = tuple(slice(None) if isinstance(one, Partial) else own for one, own in zip(placements, at, strict=True))
-    return tuple(sorted(mesh.mesh[index].flatten().tolist()))
+    ranks = mesh.mesh[index].flatten().tolist()
+    return tuple(sorted(ranks)) if len(ranks) > 1 else ()  # the sum of one rank is made
 
 
 def part_of(full: torch.Tensor, box: Box) -> torch.Tensor:

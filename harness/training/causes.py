@@ -191,7 +191,8 @@ def _remedy(sides: Sides, factor: float) -> str:
 def _hidden(sides: Sides) -> list[str]:
     """Say what does not show the factor, and what does."""
     exact = sides.exact(Stage.TOTAL_NORM)
-    norms = [(float(seen.value), float(exact[key])) for key, seen in sides.ranks[0].events.items() if key in exact]
+    mine = sides.ranks[0]
+    norms = [(float(sides.norm(key, mine)), float(exact[key])) for key in mine.events if key in exact]
     if sides.request.optimizer != "adamw" and not any(
         key[6] == "exp_avg_sq" for key in sides.exact(Stage.OPTIMIZER_STATE)
     ):

@@ -134,7 +134,7 @@ class Doctor(Watcher):
         self._watch: Watch = watch_by(self._judge, on_drop=self._skip, on_destroy=self._meet_last)
         self._ranks = Ranks(patience, lambda: self._guarded(self._judge_rows))
         self._examination = Examination(checks, waits=on_finding != "raise")
-        self._others = Mine(family, self._steps, watch_by, self._starts)
+        self._others = Mine(family, self._steps, watch_by, self._starts, self._write_states)
         self._roots = Roots(checks, waits=on_finding != "raise")
         self._found: list[DoctorFinding] = []
         #: What ranks see under ``join()``, where one may have no more batches; None outside of it.
@@ -247,6 +247,8 @@ class Doctor(Watcher):
     def _judge(self, record: StepRecord) -> None:
         if not self._models:
             record.family = self._others.tell(record.step)
+        if record.step == self._steps[-1]:
+            self._write_states()  # before this root goes on while others have steps to come
         if self._joining is not None:
             self._joining.append(record)
         elif records := self._meet(record):
@@ -407,7 +409,7 @@ class Doctor(Watcher):
             errors = self._end_all()
             self._raise(errors)
             self._sum_up()
-            self._write_states()
+            self._write_states(to_the_end=True)
         if looks and self._ranks.are_even:
             self._begin_looks()
         if self._looking is None:
@@ -533,11 +535,18 @@ class Doctor(Watcher):
             if incomplete:
                 self._say_here(f"the report is incomplete ({incomplete}): {path}")
 
-    def _write_states(self) -> None:
-        """Write the state of each root; without a word between ranks, as one may have a full disk."""
-        roots = [self._watch.model.roots, *self._others.roots]
-        place = self._ranks.rank or 0, max(1, len(self._ranks.starts))
-        told = self._output.states.write(roots, self._others.labels(self._ranks.starts), place, self._watch.step)
+    def _write_states(self, *, to_the_end: bool = False) -> None:
+        """Write the state of each root that has ended its last watched step; ``to_the_end`` of every one.
+
+        Without a word between ranks, as one may have a full disk.
+        """
+        roots = [(self._watch.model.roots, self._watch.step), *self._others.roots]
+        names = self._others.labels([self._ranks.mine]) if self._ranks.mine and len(roots) > 1 else [""] * len(roots)
+        place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        for number, ((models, step), name) in enumerate(zip(roots, names, strict=True)):
+            if to_the_end or step == self._steps[-1] + 1:
+                self._output.states.write(number, models, name, place, step)
+        told = self._output.states.line if to_the_end else ""
         if told and (not place[0] or "is not written" in told):
             self._say_here(told)
 

@@ -15,7 +15,7 @@ from shardproof.harness.watching.optimizers import optimizers_of_process, parame
 
 
 class StateWriter:
-    """Writes the states of a loop's roots, once.
+    """Writes the states of a loop's roots, of each once, when its last watched step has ended.
 
     Args:
         folder: where to; None for nowhere.
@@ -24,38 +24,44 @@ class StateWriter:
 
     def __init__(self, folder: Path | None, layout: LayoutOf | None) -> None:
         self._folder, self._layout = folder, layout
-        self.is_over = folder is None
+        self._written: dict[int, tuple[int, Path]] = {}
+        self._error = ""
 
-    def write(
-        self, roots: Sequence[Sequence[nn.Module]], labels: Sequence[str], place: tuple[int, int], step: int
-    ) -> str:
-        """Write what this rank has of each root, with the optimizers that step it, and return the line that says so.
+    def write(self, number: int, models: Sequence[nn.Module], label: str, place: tuple[int, int], step: int) -> None:
+        """Write what this rank has of a root, with the optimizers that step it, if it is not written.
 
         Args:
-            roots: of each the modules that the loop calls.
-            labels: their names; of one alone, which has the folder itself, it is not used.
+            number: of the root.
+            models: the modules that the loop calls.
+            label: its name; empty for one alone, which has the folder itself.
             place: the rank, and the number of ranks.
-            step: how many steps were made.
+            step: how many steps were made of it.
         """
-        if self.is_over or self._folder is None:
-            return ""
-        self.is_over = True
-        folders = [self._folder / re.sub(r"\W+", "-", one).strip("-") for one in labels]
-        folders = folders if len(roots) > 1 else [self._folder]
+        if self._folder is None or self._error or number in self._written:
+            return
+        folder = self._folder / re.sub(r"\W+", "-", label).strip("-")
+        mine = {id(parameter) for model in models for _, parameter in parameters_of(model)}
         every = optimizers_of_process()
-        for models, folder in zip(roots, folders, strict=True):
-            mine = {id(parameter) for model in models for _, parameter in parameters_of(model)}
-            optimizers = [one for one in every if any(id(parameter) in mine for parameter in parameters_in(one))]
-            try:
-                snapshot.write(
-                    models, optimizers, out=folder, place=place, step=step, scheduler=_scheduler_of(optimizers),
-                    layout=self._layout, replaces=True, only=mine if len(roots) > 1 else None,
-                )  # fmt: skip
-            except Exception as error:  # no error of ours may reach the training
-                return f"the state is not written: {type(error).__name__}: {error}"
-        where = " and ".join(map(str, folders))
+        optimizers = [one for one in every if any(id(parameter) in mine for parameter in parameters_in(one))]
+        self._written[number] = step, folder
+        try:
+            snapshot.write(
+                models, optimizers, out=folder, place=place, step=step, scheduler=_scheduler_of(optimizers),
+                layout=self._layout, replaces=True, only=mine if label else None,
+            )  # fmt: skip
+        except Exception as error:  # no error of ours may reach the training
+            self._error = f"the state is not written: {type(error).__name__}: {error}"
+
+    @property
+    def line(self) -> str:
+        """What says where the states are, or why not; empty where none was asked for."""
+        if self._error or not self._written:
+            return self._error
+        steps = [str(step) for step in dict.fromkeys(step for step, _ in self._written.values())]
+        where = [str(folder) for _, folder in self._written.values()]
         return (
-            f"the state after {step} steps is in {where}: compare a checkpoint of it by shardproof state {where} FILE"
+            f"the state after {' and '.join(steps)} steps is in {' and '.join(where)}: compare a checkpoint of it by "
+            f"shardproof state {where[0]} FILE"
         )
 
 

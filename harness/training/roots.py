@@ -95,10 +95,15 @@ class Mine:
         steps: those to watch.
         watch_by: makes a watch, from what takes its records and its drops.
         starts: makes their starts.
+        on_last: called when the last step of one has ended.
     """
 
-    def __init__(self, family: Family, steps: Sequence[int], watch_by: Callable[..., Watch], starts: Starts) -> None:
+    def __init__(
+        self, family: Family, steps: Sequence[int], watch_by: Callable[..., Watch], starts: Starts,
+        on_last: Callable[[], None],
+    ) -> None:  # fmt: skip
         self.family = family
+        self._on_last = on_last
         self._last = steps[-1]
         self._watch_by, self._starts = watch_by, starts
         self._all: list[_Mine] = []
@@ -114,7 +119,13 @@ class Mine:
     def attach(self, module: nn.Module, made_for: torch.optim.Optimizer | None) -> Watch:
         """Watch one; ``made_for`` is the optimizer that was made for it, if it has none of its parameters."""
         seen: list[StepRecord | int] = []
-        watch = self._watch_by(seen.append, on_drop=seen.append)
+
+        def take(record: StepRecord) -> None:
+            seen.append(record)
+            if record.step == self._last:
+                self._on_last()
+
+        watch = self._watch_by(take, on_drop=seen.append)
         watch.attach(module)
         watch.model.flat_places = places_of_flat([module])
         start = self._starts.of(watch.model, [module], call=called_as(), has_more=self.family.others_to_come())
@@ -150,9 +161,9 @@ class Mine:
             yield from one.module.modules()
 
     @property
-    def roots(self) -> list[list[nn.Module]]:
-        """The modules of each that the loop calls."""
-        return [one.watch.model.roots or [one.module] for one in self._all]
+    def roots(self) -> list[tuple[Sequence[nn.Module], int]]:
+        """The modules of each that the loop calls, and its steps that have ended."""
+        return [(one.watch.model.roots or [one.module], one.watch.step) for one in self._all]
 
     def labels(self, first: Sequence[Start]) -> list[str]:
         """Return names of the first root and of these, as this rank has them."""

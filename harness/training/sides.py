@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -175,8 +176,33 @@ class Sides:
         for key, seen in self.ranks[0].events.items():
             if key[0] == Stage.TOTAL_NORM and seen.value.numel() == 1 and (pair := self.pair(key)) is not None:
                 exact = float(pair[1])
-                return float(seen.value) / exact if exact else None
+                return float(self.norm(key, self.ranks[0])) / exact if exact else None
         return self.common(Stage.CLIPPED_GRADIENT)
+
+    @functools.cached_property
+    def added_to_norms(self) -> float:
+        """By what a clipped gradient may be too small, relative to it, because of what clipping adds to each norm.
+
+        Torch 2.9 adds it to the part of each rank, before it reduces them.
+        """
+        found = [0.0]
+        for key, seen in self.ranks[0].events.items():
+            if key[0] == Stage.TOTAL_NORM and seen.layout is not None and (parts := len(seen.layout.pending)):
+                found.append(
+                    numerics.ADDED_TO_NORM * math.sqrt(parts) / max(float(self.norm(key, self.ranks[0])), 1e-30)
+                )
+        return max(found)
+
+    def norm(self, key: Key, rank: OfRank) -> torch.Tensor:
+        """Return a total norm that a rank has computed, in float64, also where it is still to be reduced."""
+        seen = rank.events[key]
+        if seen.layout is None or not seen.layout.pending:
+            return seen.value.double()
+        kind = rank.norm_types[min(key[4], len(rank.norm_types) - 1)] if rank.norm_types else 2.0
+        held = [self.ranks[one].events.get(key) for one in seen.layout.pending]
+        parts = torch.stack([one.value.double() for one in held if one is not None])
+        norm: torch.Tensor = torch.linalg.vector_norm(parts, kind)
+        return norm
 
     def named(self, factor: float) -> tuple[float, str]:
         """Return a factor and its name; one that is a size or one divided by a size is exactly that."""

@@ -26,7 +26,7 @@ def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hook)
     def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            with _untransformed():
+            with outside_func():
                 return hook(self, *args, **kwargs)
         except self._passes:
             raise
@@ -55,7 +55,8 @@ def _transforms() -> tuple[Callable[[], Any] | None, Callable[[], Any] | None]:
     return private.find(_PEEK), private.find(_CLEAR)
 
 
-def _untransformed() -> contextlib.AbstractContextManager[Any]:
+def outside_func() -> contextlib.AbstractContextManager[Any]:
+    """Compute as if outside of what torch.func transforms, for the time of the context."""
     peek, clear = _transforms()
     is_inside = peek is not None and peek() is not None
     return clear() if is_inside and clear is not None else contextlib.nullcontext()

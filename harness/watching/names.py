@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from shardproof.harness.tensors import private
@@ -227,10 +227,17 @@ def is_view(value: torch.Tensor) -> bool:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number, or what this rank has of one that is a tensor."""
+    """Return a number; None where a rank has a part of it, as of a norm that is still to be reduced."""
+    if not is_whole(value):
+        return None
     if isinstance(value, DTensor):
         value = value.to_local()
     return None if value is None else float(value)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a rank has all of a number: torch 2.9 returns total norms of DTensors before it reduces them."""
+    return not isinstance(value, DTensor) or all(isinstance(one, Replicate) for one in value.placements)
 
 
 def is_called(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardproof.harness.watching import calls, script
-from shardproof.harness.watching.hooks import Compiled
+from shardproof.harness.watching.hooks import Compiled, outside_func
 from shardproof.harness.watching.names import compiled_in_place, compiles, is_compiled, parameters_of, unwrapped
 from shardproof.harness.watching.optimizers import parameters_of_optimizers
 from shardproof.harness.watching.records import NotWatchable
@@ -187,7 +187,8 @@ class Watcher(contextlib.AbstractContextManager[Any]):
     def _guarded(self, call: Callable[[], None]) -> None:
         """Call something of ours; an error of ours ends the watching, and never the training."""
         try:
-            call()
+            with outside_func():
+                call()
         except self.passes:
             raise
         except Exception as error:

@@ -67,10 +67,11 @@ SCRIPT = textwrap.dedent("""
             print(f"loss {loss.item().hex()}")
         if step == 2:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            for name, model in models.items():
+            for (name, model), scheduler in zip(models.items(), schedulers):
                 state = {
                     "model": get_model_state_dict(model, options=options),
                     "optimizer": get_optimizer_state_dict(model, optimizers[name], options=options),
+                    "scheduler": scheduler.state_dict(),
                 }
                 if not dist.get_rank():
                     torch.save(state, folder / f"{name}.pt")
