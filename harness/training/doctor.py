@@ -125,7 +125,9 @@ class Doctor(Watcher):
         self._starts = Starts(
             mesh=mesh, groups=groups, data=data, ties=ties, registered=registered, copies=codes.FOLLOWERS in checks
         )  # fmt: skip
-        self._output = _Output(on_finding, report, StateWriter(None if state is None else Path(state), layout))
+        self._output = _Output(
+            on_finding, report, StateWriter(None if state is None else Path(state), layout, self._say_states)
+        )
         family = Family()
         watch_by = functools.partial(
             Watch, steps=steps, optimizers=optimizers, layout=layout, on_error=self._on_error, passes=self.passes,
@@ -170,6 +172,7 @@ class Doctor(Watcher):
             if self._examination.seen:
                 self._say_if_not_watched()
             self._finish()
+        self._guarded(self._output.states.end)
         self._guarded(self._look_last)
         self._guarded(self._judge_rows)
         self._ranks.close()
@@ -248,7 +251,7 @@ class Doctor(Watcher):
         if not self._models:
             record.family = self._others.tell(record.step)
         if record.step == self._steps[-1]:
-            self._write_states()  # before this root goes on while others have steps to come
+            self._write_states()
         if self._joining is not None:
             self._joining.append(record)
         elif records := self._meet(record):
@@ -409,7 +412,7 @@ class Doctor(Watcher):
             errors = self._end_all()
             self._raise(errors)
             self._sum_up()
-            self._write_states(to_the_end=True)
+            self._write_states(of_all=True)
         if looks and self._ranks.are_even:
             self._begin_looks()
         if self._looking is None:
@@ -535,8 +538,8 @@ class Doctor(Watcher):
             if incomplete:
                 self._say_here(f"the report is incomplete ({incomplete}): {path}")
 
-    def _write_states(self, *, to_the_end: bool = False) -> None:
-        """Write the state of each root that has ended its last watched step; ``to_the_end`` of every one.
+    def _write_states(self, *, of_all: bool = False) -> None:
+        """Have the state written of each root that has ended its last watched step, or of all.
 
         Without a word between ranks, as one may have a full disk.
         """
@@ -544,11 +547,14 @@ class Doctor(Watcher):
         names = self._others.labels([self._ranks.mine]) if self._ranks.mine and len(roots) > 1 else [""] * len(roots)
         place = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for number, ((models, step), name) in enumerate(zip(roots, names, strict=True)):
-            if to_the_end or step == self._steps[-1] + 1:
-                self._output.states.write(number, models, name, place, step)
-        told = self._output.states.line if to_the_end else ""
-        if told and (not place[0] or "is not written" in told):
-            self._say_here(told)
+            if models and (of_all or step == self._steps[-1] + 1):
+                self._output.states.add(number, models, name, place, step)
+        if of_all:
+            self._output.states.has_all()
+
+    def _say_states(self, text: str) -> None:
+        if not self._ranks.rank or "is not written" in text:
+            self._say_here(text)
 
     def _examinations(self) -> list[Examination]:
         return [self._examination, *(root.examination for root in self._roots)]
