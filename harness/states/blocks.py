@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardproof.harness.states.cuts import Piece, extent, pieces
+from shardproof.harness.states.cuts import Tile, extent, tiles
 from shardproof.harness.tensors.fingerprints import Box, K, strided, words_of
 from shardproof.harness.tensors.pieces import Spans
 
@@ -166,7 +166,7 @@ class _Group:
 
 
 class _Read(NamedTuple):
-    """The numbers of parts that are read together, for a piece: what does not depend on its blocks.
+    """The numbers of parts that are read together, for a tile: what does not depend on its blocks.
 
     Attributes:
         hashes: of rows, without their own numbers, int64 [parts, rows].
@@ -183,13 +183,13 @@ class _Kept(NamedTuple):
     """Parts of one shape, dtype, device and place that were read, some at a time.
 
     Attributes:
-        cut: the pieces in which they were read.
+        cut: the tiles in which they were read.
         numbers: of the parts.
-        reads: of those that were read together, what was read of each piece.
+        reads: of those that were read together, what was read of each tile.
         digits: of these, bits of their first elements, int32 [parts, elements].
     """
 
-    cut: Sequence[Piece]
+    cut: Sequence[Tile]
     numbers: list[int]
     reads: list[list[_Read]]
     digits: list[torch.Tensor]
@@ -223,8 +223,8 @@ class Digester:
             self._read(group, box)
         for kept in self._kept.values():
             table = _table(len(kept.numbers), kept.digits[0].device)
-            for piece, *reads in zip(kept.cut, *kept.reads, strict=True):
-                _add(table, piece, _Read(*(torch.cat(some) for some in zip(*reads, strict=True))))
+            for tile, *reads in zip(kept.cut, *kept.reads, strict=True):
+                _add(table, tile, _Read(*(torch.cat(some) for some in zip(*reads, strict=True))))
             self._finish(kept.numbers, table, torch.cat(kept.digits))
         self._groups, self._kept = {}, {}
 
@@ -261,16 +261,16 @@ class Digester:
         wide = max(1, _wide_on(first.device) // count)
         place = box, wide, stack.element_size(), first.device
         if (kept := self._kept.get((place, first.dtype))) is None:
-            cut = pieces(box, rows_of_block(box.shape), *place[1:])
+            cut = tiles(box, rows_of_block(box.shape), *place[1:])
             if 16 * extent(box) > box.numel:  # what is read of rows and columns takes as much room as the part
                 table = _table(count, first.device)
-                for piece in cut:
-                    _add(table, piece, _read(stack, words, piece))
+                for tile in cut:
+                    _add(table, tile, _read(stack, words, tile))
                 self._finish(numbers, table, bits)
                 return
             kept = self._kept[place, first.dtype] = _Kept([*cut], [], [], [])
         kept.numbers.extend(numbers)
-        kept.reads.append([_read(stack, words, piece) for piece in kept.cut])
+        kept.reads.append([_read(stack, words, tile) for tile in kept.cut])
         kept.digits.append(bits)
 
     def _finish(self, numbers: list[int], table: torch.Tensor, bits: torch.Tensor) -> None:
@@ -290,13 +290,13 @@ def _of_pairs(box: Box) -> Box:
     return Box(shape, dims, None if box.flat is None else (2 * box.flat[0], 2 * box.flat[1]))
 
 
-def _read(stack: torch.Tensor, words: torch.Tensor, piece: Piece) -> _Read:
-    """Read a piece of parts [parts, elements], of which ``words`` has the bits."""
-    hashes = piece.products(words).sum(2)
-    values = piece.of(stack).to(torch.float64)
+def _read(stack: torch.Tensor, words: torch.Tensor, tile: Tile) -> _Read:
+    """Read a tile of parts [parts, elements], of which ``words`` has the bits."""
+    hashes = tile.products(words).sum(2)
+    values = tile.of(stack).to(torch.float64)
     if values.shape[1] < _FEW:
-        return _Read(hashes, _squares(values), values @ piece.right.t())
-    return _Read(hashes, _squares(values), torch.bmm(piece.left.expand(len(values), -1, -1), values))
+        return _Read(hashes, _squares(values), values @ tile.right.t())
+    return _Read(hashes, _squares(values), torch.bmm(tile.left.expand(len(values), -1, -1), values))
 
 
 def _table(count: int, device: torch.device) -> torch.Tensor:
@@ -304,15 +304,15 @@ def _table(count: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(count, 2 * MOST + K + 1, dtype=torch.int64, device=device)
 
 
-def _add(table: torch.Tensor, piece: Piece, read: _Read) -> None:
-    """Add what was read of a piece to a table."""
+def _add(table: torch.Tensor, tile: Tile, read: _Read) -> None:
+    """Add what was read of a tile to a table."""
     hashes, squares, sketches, _ = table.split([MOST, MOST, K, 1], 1)
-    hashes.index_add_(1, piece.blocks, read.hashes * piece.row_numbers)
-    squares.view(torch.float64).index_add_(1, piece.blocks, read.squares)
+    hashes.index_add_(1, tile.blocks, read.hashes * tile.row_numbers)
+    squares.view(torch.float64).index_add_(1, tile.blocks, read.squares)
     if read.squares.shape[1] < _FEW:
-        sketches.view(torch.float64).add_((read.sketches * piece.left.t()).sum(1))
+        sketches.view(torch.float64).add_((read.sketches * tile.left.t()).sum(1))
     else:
-        sketches.view(torch.float64).add_((read.sketches * piece.right).sum(2))
+        sketches.view(torch.float64).add_((read.sketches * tile.right).sum(2))
 
 
 def _squares(values: torch.Tensor) -> torch.Tensor:

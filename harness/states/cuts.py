@@ -13,7 +13,7 @@ from shardproof.harness.tensors.pieces import Spans
 _MOST = 1 << 20
 
 
-class Piece(NamedTuple):
+class Tile(NamedTuple):
     """A matrix of elements of a part, which has several rows of the full tensor and of each the same columns.
 
     Attributes:
@@ -21,7 +21,7 @@ class Piece(NamedTuple):
         shape: of the matrix in which it lies.
         rows, columns: its own ranges there.
         blocks: of each row its block, int64.
-        row_numbers, column_numbers: of each row in its block, and of each column, a number, int64; see :func:`pieces`.
+        row_numbers, column_numbers: of each row in its block, and of each column, a number, int64; see :func:`tiles`.
         left, right: of each row, and of each column, the weights of the sketch, float64 [K, ..].
         pair_numbers: of each pair of columns its number; None if they are not pairs.
     """
@@ -75,17 +75,17 @@ def extent(box: Box) -> int:
     return rows + box.numel // max(1, rows)
 
 
-def pieces(box: Box, rows_of_block: int, wide: int, itemsize: int, device: torch.device) -> Iterator[Piece]:
-    """Yield the pieces of a part, of about so many elements at most.
+def tiles(box: Box, rows_of_block: int, wide: int, itemsize: int, device: torch.device) -> Iterator[Tile]:
+    """Yield the tiles of a part, of about so many elements at most.
 
     The numbers are odd, so that no bit of an element is lost at the top, but for one: a word of 4 bytes at an odd place
-    of a row has the number of the place before it times 2^32. So two that lie side by side are read as one word of 8
+    of a row has the number of the place before it times 2^32. Two that lie side by side are then read as one word of 8
     bytes, and half as many products are made; the second has 32 bits of the hash.
 
     Args:
         box: which elements of the full tensor it has.
         rows_of_block: how many rows have one number after the other.
-        wide: how many elements a piece has at most.
+        wide: how many elements a tile has at most.
         itemsize: the bytes of an element.
         device: where the numbers are needed.
     """
@@ -103,7 +103,7 @@ def pieces(box: Box, rows_of_block: int, wide: int, itemsize: int, device: torch
             pairs = numbers[::2].contiguous() if are_pairs else None
             for row in range(0, height, down):
                 mine = rows[row : row + down]
-                yield Piece(
+                yield Tile(
                     start, (height, width), slice(row, row + len(mine)), slice(column, column + len(some)),
                     mine // rows_of_block, _numbers(mine % rows_of_block, _OF_ROWS), numbers,
                     row_weights(box.shape, mine).t(), right, pairs,

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shardproof import door
+
 #: What the names of a scheduler's entries begin with: the first word for it, and its number of several.
 _BEGINNING = re.compile(r"(?:[^.]+\.)*?\w*sched\w*\.(?:\d+\.)?", re.IGNORECASE)
 
@@ -49,8 +51,8 @@ def values_of(texts: Mapping[str, str]) -> dict[str, tuple[str, Values]]:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:  # the class of an object
+        return door.parse_json(text.encode())
+    except (ValueError, RecursionError):  # the class of an object
         return text
 
 

@@ -216,28 +216,8 @@ def _decoded(field: str, text: str, kind: str, count: int) -> Sequence[Any]:
 
 
 def _snapshot(path: str, ranks: Sequence[Path]) -> State:
-    heads: list[RankLine] = []
     found = State(path, "", (), is_live=True)
-    for file in ranks:
-        lines = door.lines(file, line_of, may_be_cut=False)
-        head = next(lines, None)
-        if not isinstance(head, RankLine):
-            raise BadFile(f"{file}: the first line says no rank: expected the file of a state")
-        heads.append(head)
-        *entries, last = rest if (rest := [*lines]) else [None]
-        if not isinstance(last, SumsLine):
-            raise BadFile(f"{file}: the last line has no digests: expected the file of a state, to its end")
-        if wrong := [one for one in entries if not isinstance(one, _Line)]:
-            what = "says the rank" if isinstance(wrong[0], RankLine) else "has digests"
-            raise BadFile(f"{file}: a second line that {what}")
-        tensors = [one for one in entries if isinstance(one, _Line) and one.fields.dtype]
-        try:
-            sums = iter([*_sums(last, [one.box for one in tensors])])
-        except RecordError as error:
-            raise BadFile(f"{file}: the last line: {error}") from None
-        for line in entries:
-            assert isinstance(line, _Line)
-            _add(found, line, next(sums) if line.fields.dtype else None, f"rank {head.rank}", file)
+    heads = [_read_rank(found, file) for file in ranks]
     world = heads[0].world
     if other := [one for one in heads if one.world != world]:
         raise BadFile(f"{path}: rank {heads[0].rank} is of {world} ranks, and rank {other[0].rank} of {other[0].world}")
@@ -248,6 +228,28 @@ def _snapshot(path: str, ranks: Sequence[Path]) -> State:
     at = "" if found.step is None else f" after step {found.step}"
     found.what = f"{heads[0].model} on {world} rank{'s' if world > 1 else ''}{at}"
     return found
+
+
+def _read_rank(state: State, file: Path) -> RankLine:
+    """Add what the file of a rank has to a state, and return which rank it is."""
+    every = [*door.lines(file, line_of, may_be_cut=False)]
+    head, entries, last = (every[0], every[1:-1], every[-1]) if every else (None, [], None)
+    if not isinstance(head, RankLine):
+        raise BadFile(f"{file}: the first line says no rank: expected the file of a state")
+    if not isinstance(last, SumsLine):
+        raise BadFile(f"{file}: the last line has no digests: expected the file of a state, to its end")
+    for line in entries:
+        if not isinstance(line, _Line):
+            what = "says the rank" if isinstance(line, RankLine) else "has digests"
+            raise BadFile(f"{file}: a second line that {what}")
+    lines = [line for line in entries if isinstance(line, _Line)]
+    try:
+        sums = iter([*_sums(last, [line.box for line in lines if line.fields.dtype])])
+    except RecordError as error:
+        raise BadFile(f"{file}: the last line: {error}") from None
+    for line in lines:
+        _add(state, line, next(sums) if line.fields.dtype else None, f"rank {head.rank}", file)
+    return head
 
 
 def _add(state: State, line: _Line, sums: Sums | None, source: str, file: Path) -> None:

@@ -188,9 +188,8 @@ class Sides:
         found = [0.0]
         for key, seen in self.ranks[0].events.items():
             if key[0] == Stage.TOTAL_NORM and seen.layout is not None and (parts := len(seen.layout.pending)):
-                found.append(
-                    numerics.ADDED_TO_NORM * math.sqrt(parts) / max(float(self.norm(key, self.ranks[0])), 1e-30)
-                )
+                norm = float(self.norm(key, self.ranks[0]))
+                found += [numerics.ADDED_TO_NORM * math.sqrt(parts) / norm] if norm else []
         return max(found)
 
     def norm(self, key: Key, rank: OfRank) -> torch.Tensor:
