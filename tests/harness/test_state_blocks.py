@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shardproof.harness.states import blocks
-from shardproof.harness.tensors.fingerprints import Box
+from shardproof.harness.tensors.fingerprints import Box, digest, on_host
 
 DTYPES = [
     *(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool),
@@ -16,7 +16,9 @@ def made(shape, dtype):
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3
     if dtype.is_complex:
         return torch.complex(values, values.flip(0)).to(dtype)
-    return values > 0 if dtype == torch.bool else values.abs().to(dtype)
+    if dtype == torch.bool:
+        return values > 0
+    return (values.abs() if dtype == torch.uint8 else values).to(dtype)
 
 
 def sums_of(full, boxes):
@@ -91,6 +93,24 @@ def test_exchanged_elements_and_signs_change_the_hash():
     others = [full.flip(1), -full, torch.cat([-full[:, :2], full[:, 2:]], 1)]
     found = blocks.sums([full, *others], [Box((1, 6))] * 4)
     assert len({one.blocks[0].hash for one in found}) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int8])
+def test_exchanged_rows_and_columns_change_the_hash_of_their_block(dtype):
+    full = torch.arange(130 * 6).view(130, 6).to(dtype)
+    rows, columns = full.clone(), full.clone()
+    rows[[0, 1]] = full[[1, 0]]  # of three rows of a block
+    columns[0, [2, 3]] = full[0, [3, 2]]
+    before, *found = [one.blocks for one in blocks.sums([full, rows, columns], [Box((130, 6))] * 3)]
+    for one in found:
+        assert [number for number in before if one[number].hash != before[number].hash] == [0]
+
+
+@pytest.mark.parametrize("shape", [(7,), (600_000,), (5, 4), (20, 3, 2, 2), (600_000, 2)])
+def test_the_sketch_is_that_of_fingerprints(shape):
+    full = made(shape, torch.float32)
+    (found,) = blocks.sums([full], [Box(shape)])
+    assert found.sketch == pytest.approx(on_host([digest(full)])[0].sketch)
 
 
 def test_a_number_is_one_block():
