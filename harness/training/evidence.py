@@ -363,6 +363,11 @@ class Evidence:
         parameter = self.records[rank].parameters.get(name)
         return parameter.mesh if parameter is not None and parameter.mesh else range(len(self.records))
 
+    def rounding(self, name: str) -> float:
+        """Return by which part of it one rounding moves a parameter's gradient at most, in its narrowest dtype."""
+        seen = (one for own in self.gradients for one in (own.at_step.get(name), own.after_backward.get(name)) if one)
+        return max((numerics.rounding(one.dtype) for one in seen), default=0.0)
+
     def tolerance(self, name: str) -> float:
         """Return the relative distance of sums of a parameter's gradients that rounding explains.
 
