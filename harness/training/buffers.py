@@ -1,4 +1,4 @@
-"""Are buffers that training changes alike on data-parallel ranks? (D20)"""
+"""Are buffers that training changes, and constants, alike on data-parallel ranks? (D20)"""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,6 +7,12 @@ from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding, listed
 from shardproof.harness.watching.records import Bits
+
+#: The titles of the finding of constants that a rank has not filled, and of the note of others that differ.
+EMPTY, CONSTANTS = "a rank has not filled its constants", "constants differ between ranks"
+
+#: The fewest elements of a table, and the fewest values: a mask or a flag of each rank has few.
+_FEW, _FEW_VALUES = 16, 8
 
 
 def check_buffers_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
@@ -31,6 +37,75 @@ def check_standing(look: Evidence, watched: Sequence[Evidence]) -> Iterator[Doct
         names = [name for name in are_alike if len(_standing(look, name, ranks)) > 1]
         if names := [name for name in names if name.rpartition(".")[0] not in divided]:
             yield _of_buffers(look, ranks, names, look.step)
+
+
+def check_constants_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
+    """D20, after the last step: tensors that forwards read, and that never change, are alike on data-parallel ranks.
+
+    Zeros on one rank, and the same table of values on all others, are a table that this rank has not filled. Other
+    differences may be meant, as of positions of a rank's part of a sequence.
+    """
+    if len(records) < 2:
+        return
+    last = records[-1]
+    for ranks in _peers(last):
+        names = [name for name in last.starts[ranks[0]].constants if _is_constant_apart(records, name, ranks)]
+        empty = {name: found for name in names if (found := _empty_on(last, name, ranks))}
+        for on in dict.fromkeys(empty.values()):
+            yield _of_empty(last, ranks, on, [name for name, one in empty.items() if one == on])
+        if rest := [name for name in names if name not in empty]:
+            yield _of_constants(last, ranks, rest)
+
+
+def _is_constant_apart(records: Sequence[Evidence], name: str, ranks: Sequence[int]) -> bool:
+    """Whether a tensor of many elements differs between ranks, and does not change on any."""
+    last, owner = records[-1], name.rpartition(".")[0]
+    held = [last.starts[rank].constants.get(name) for rank in ranks]
+    sizes = {None if one is None else one.numel for one in held}
+    if len(sizes) > 1 or None in sizes or (held[0] is not None and held[0].numel < _FEW):
+        return False
+    idle = {one for rank in ranks for one in last.records[rank].modules.idle}
+    divided = {one.rpartition(".")[0] for one in (*last.parts, *last.ignored)}
+    if owner in divided or any(owner == one or owner.startswith(f"{one}.") for one in idle if one):
+        return False
+    steps = [[_bits(one, name, rank) for rank in ranks] for one in records]
+    return None not in steps[0] and len(set(steps[0])) > 1 and all(one == steps[0] for one in steps)
+
+
+def _bits(evidence: Evidence, name: str, rank: int) -> Bits | None:
+    standing = evidence.records[rank].modules.standing
+    return standing.buffers.get(name) or standing.attributes.get(name)
+
+
+def _empty_on(evidence: Evidence, name: str, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the ranks on which a tensor is zeros or not a number, where others have one table; none without these."""
+    held = {rank: evidence.starts[rank].constants[name] for rank in ranks}
+    empty = tuple(rank for rank, one in held.items() if one.is_zero or one.has_nan)
+    others = [rank for rank in ranks if rank not in empty]
+    is_one = len({_bits(evidence, name, rank) for rank in others}) == 1
+    return empty if is_one and all(held[rank].values >= _FEW_VALUES for rank in others) else ()
+
+
+def _of_empty(evidence: Evidence, ranks: Sequence[int], on: Sequence[int], names: list[str]) -> DoctorFinding:
+    held = evidence.starts[on[0]].constants[names[0]]
+    others = [rank for rank in ranks if rank not in on]
+    lines = [
+        f"{listed(names)}: {'zeros' if held.is_zero else 'not a number'} on {ranks_of(on)}, a table of values on "
+        f"{ranks_of(others)}, and unchanged in the watched steps; forwards read it"
+    ]
+    if not held.is_saved:
+        lines.append("seen: no state dict has it, so a load or a broadcast of a state dict leaves it as it is")
+    lines.append("fill it on each rank, as by the module's own function after to_empty(), or broadcast that of one")
+    return DoctorFinding((codes.BUFFERS,), codes.APART, evidence.step, EMPTY, tuple(lines))
+
+
+def _of_constants(evidence: Evidence, ranks: Sequence[int], names: list[str]) -> DoctorFinding:
+    lines = (
+        f"{listed(names)}: different on {ranks_of(ranks)}, and unchanged in the watched steps; forwards read it",
+        "meant, as for positions of each rank's part of a sequence? else draw or compute it alike on all ranks, or "
+        "broadcast that of one",
+    )
+    return DoctorFinding((codes.BUFFERS,), codes.APART, evidence.step, CONSTANTS, lines, is_note=True)
 
 
 def _standing(evidence: Evidence, name: str, ranks: Sequence[int]) -> set[Bits | None]:

@@ -13,6 +13,7 @@ from shardproof.harness.judging.signatures import fit
 from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.watching.assembly import Held, full_sketch
+from shardproof.harness.watching.constants import Constant
 from shardproof.harness.watching.records import Bits, Gradient, GradientRecord, Groups, Reducers, StepRecord
 from shardproof.harness.watching.roots import RootName
 from shardproof.harness.watching.ties import Built
@@ -38,6 +39,7 @@ class Start:
         name: how user code names the model.
         varied: the DTensors of whose local shard not all rows are equal, each with the device type of its mesh.
         has_more: whether optimizers have parameters of other models.
+        constants: its buffers and plain tensors that forwards read.
     """
 
     groups: Groups
@@ -55,6 +57,7 @@ class Start:
     name: RootName = dataclasses.field(default_factory=RootName)
     varied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_more: bool = False
+    constants: Mapping[str, Constant] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -362,6 +365,11 @@ class Evidence:
     def _peers(self, name: str, rank: int) -> Sequence[int]:
         parameter = self.records[rank].parameters.get(name)
         return parameter.mesh if parameter is not None and parameter.mesh else range(len(self.records))
+
+    def rounding(self, name: str) -> float:
+        """Return by which part of it one rounding moves a parameter's gradient at most, in its narrowest dtype."""
+        seen = (one for own in self.gradients for one in (own.at_step.get(name), own.after_backward.get(name)) if one)
+        return max((numerics.rounding(one.dtype) for one in seen), default=0.0)
 
     def tolerance(self, name: str) -> float:
         """Return the relative distance of sums of a parameter's gradients that rounding explains.

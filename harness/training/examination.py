@@ -144,6 +144,7 @@ class Examination:
         yield list(updates.check_moments_ever(self.seen))
         yield list(freezing.check_frozen_ever(self.seen))
         yield list(buffers.check_buffers_ever(self.seen))
+        yield list(buffers.check_constants_ever(self.seen))
         yield list(followers.check_followers_ever(self.seen))
         yield list(modes.check_modes_ever(self.seen))
         yield list(invariants.check_batches_ever(self.seen, same))

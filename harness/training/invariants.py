@@ -239,7 +239,8 @@ def _of_gradients(
     evidence: Evidence, members: Sequence[tuple[int, ...]], names: list[str], largest: float, drifted: set[str]
 ) -> DoctorFinding:
     """Make the finding of replicas whose gradients differ; by no more than rounding, it is a note."""
-    is_noise = largest < numerics.REPLICAS_NOISE
+    # Elements that are rounded otherwise are the spacing of two numbers apart: half of it for each of the two.
+    is_noise = largest < max(numerics.REPLICAS_NOISE, 2 * max(map(evidence.rounding, names)))
     lines = [
         f"gradient of {listed(names)}: {named_sets(evidence, members)} hold the same elements and have different bits "
         f"(relative distance {largest:.2g}; {len(names)} of {len(evidence.names)} parameters)"
@@ -284,12 +285,13 @@ class _Likeness:
         """Compare a gradient on one rank with that of another, and with what ranks computed."""
         vector = vector_of(evidence.gradients[rank].at_step[name])
         factor, rest = fit(vector, vector_of(evidence.gradients[other].at_step[name]))
-        self.ratios.add(f"{factor:.4g}" if rest < numerics.ALIKE else "")
+        allowed = max(numerics.ALIKE, evidence.tolerance(name))
+        self.ratios.add(f"{factor:.4g}" if rest < allowed else "")
         both = evidence.computed(name, rank)
         self.are_seen &= both is not None
-        self.are_own &= both is not None and fit(*both)[1] < numerics.ALIKE
+        self.are_own &= both is not None and fit(*both)[1] < allowed
         alone = [vector_of(one) for _, one in evidence.gradients[rank].own.get(name, [])]
-        self.are_alone &= bool(alone) and fit(vector, torch.stack(alone).sum(0))[1] < numerics.ALIKE
+        self.are_alone &= bool(alone) and fit(vector, torch.stack(alone).sum(0))[1] < allowed
 
 
 def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequence[str]) -> list[str]:
@@ -442,15 +444,17 @@ def _compute_copies_alike(evidence: Evidence, ranks: Sequence[int]) -> bool:
 
 def _compute_apart(evidence: Evidence, readers: Sequence[int], names: Iterable[str]) -> bool:
     """Whether ranks that read the same compute other gradients from it, as far as they compute those of the same."""
-    distance = size = 0.0
+    distance = size = rounded = 0.0
     for name in names:
         own = [[one for _, one in evidence.gradients[rank].own.get(name, [])] for rank in readers]
         if len({tuple(one.box for one in mine) for mine in own}) != 1 or not own[0]:
             continue
         first, *rest = (torch.stack([vector_of(one) for one in mine]) for mine in own)
         size += float(first.square().sum())
+        dtypes = {one.dtype for mine in own for one in mine}
+        rounded += (2 * max(map(numerics.rounding, dtypes))) ** 2 * float(first.square().sum())
         distance += max((float((one - first).square().sum()) for one in rest), default=0.0)
-    return distance > numerics.ALIKE**2 * size
+    return distance > max(numerics.ALIKE**2 * size, rounded)
 
 
 def may_be_fixed(finding: DoctorFinding) -> bool:

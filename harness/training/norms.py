@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from shardproof.harness.collectives.trace import Collective
 from shardproof.harness.judging import codes, numerics
@@ -9,13 +10,24 @@ from shardproof.harness.judging.signatures import fit
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence, vector_of
 from shardproof.harness.training.findings import DoctorFinding
-from shardproof.harness.watching.records import NormCall
+from shardproof.harness.watching.records import Gradient, NormCall
 
 #: The title of the finding that gradients are scaled by another norm than theirs.
 OTHER_NORM = "the norm is not the norm of all gradients"
 
 #: The bytes of one number at most.
 _NUMBER = 8
+
+
+class Scale(NamedTuple):
+    """By what a rank's gradients are multiplied between backward and the step.
+
+    Attributes:
+        rounding: by which part of it the rounding of gradients to their dtype moves it at most.
+    """
+
+    value: float
+    rounding: float
 
 
 def check_norm(evidence: Evidence, *, is_local: bool = False) -> Iterator[DoctorFinding]:
@@ -36,7 +48,7 @@ def check_norm(evidence: Evidence, *, is_local: bool = False) -> Iterator[Doctor
     scales = [scale_of(evidence, rank) for rank in range(count)]
     known = [one for one in scales if one is not None]
     is_of_all = len(known) == count > 1 and not is_local
-    if is_of_all and max(known) - min(known) > numerics.SCALES_APART * max(known):
+    if is_of_all and _spread([one.value for one in known]) > numerics.SCALES_APART + _rounding(known):
         yield _of_scales(evidence, known, local, true[0])
         return
     for rank, record in enumerate(evidence.records):
@@ -51,13 +63,12 @@ def check_norm(evidence: Evidence, *, is_local: bool = False) -> Iterator[Doctor
                 return
 
 
-def _of_scales(evidence: Evidence, scales: Sequence[float], local: Sequence[float], true: float) -> DoctorFinding:
+def _of_scales(evidence: Evidence, scales: Sequence[Scale], local: Sequence[float], true: float) -> DoctorFinding:
     """Make the finding of ranks that scale gradients differently; by the norms of what each holds, or by others."""
     count = len(scales)
-    listed_scales = ", ".join(f"{one:.4g}" for one in scales[:8])
+    listed_scales = ", ".join(f"{one.value:.4g}" for one in scales[:8])
     lines = [f"the scale differs between ranks: {listed_scales} on {ranks_of(range(min(count, 8)))}"]
-    products = [scale * norm for scale, norm in zip(scales, local, strict=True)]
-    if max(products) - min(products) <= numerics.SAME_NORM * max(products):
+    if _are_one(scales, local):
         lines.insert(
             0,
             f"each rank scales its gradients by the norm of its own shards, {local[0]:.4g} on rank 0; the norm of all "
@@ -76,20 +87,22 @@ def _other_norm(evidence: Evidence, call: NormCall, rank: int, local: float, tru
     if call.value is None or call.norm_type != 2.0 or not math.isfinite(call.value) or not true:
         return ""
     ratio = call.value / true
-    if abs(ratio - 1) < numerics.NORMS_APART or call.function != "clip_grads_with_norm_":
+    # A norm has the dtype of gradients: those of parameters are rounded to it, and that of these norms.
+    allowed = 2 * max((numerics.rounding(one.dtype) for one in evidence.gradients[rank].after_backward.values()),
+                      default=0.0)  # fmt: skip
+    if abs(ratio - 1) < numerics.NORMS_APART + allowed or call.function != "clip_grads_with_norm_":
         return ""
-    if abs(call.value / max(local, 1e-300) - 1) < numerics.SAME_NORM:
+    if abs(call.value / max(local, 1e-300) - 1) < numerics.SAME_NORM + allowed:
         return f"it is the norm of the shards of rank {rank} alone"
-    if any(abs(ratio - math.sqrt(size)) < numerics.SAME_NORM * ratio for size in _sizes(evidence)):
+    if any(abs(ratio - math.sqrt(size)) < (numerics.SAME_NORM + allowed) * ratio for size in _sizes(evidence)):
         return f"it is {ratio:.4g} times that: elements that several ranks hold are counted on each"
     return ""
 
 
-def _why_scaled(evidence: Evidence, scales: Sequence[float]) -> str:
+def _why_scaled(evidence: Evidence, scales: Sequence[Scale]) -> str:
     """Say by what ranks scale gradients differently, if it is what they count in the loss."""
     counts = [sum(count for count, _ in record.losses.tokens) for record in evidence.records]
-    products = [scale * count for scale, count in zip(scales, counts, strict=True)]
-    if min(counts) > 0 and len(set(counts)) > 1 and max(products) - min(products) <= numerics.SAME_NORM * max(products):
+    if min(counts) > 0 and len(set(counts)) > 1 and _are_one(scales, counts):
         told = ", ".join(map(str, counts[:8]))
         return f"seen: each is a number / the rank's own {told} tokens: all_reduce the tokens before dividing by them"
     return "each rank multiplies its gradients by a number of its own: reduce the number over the ranks first"
@@ -104,6 +117,8 @@ def check_limit(seen: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """
     limits, scales = [], []
     for evidence in seen[-2:]:
+        if any(numerics.rounding(one.dtype) > numerics.LIMITS_APART for one in evidence.gradients[0].at_step.values()):
+            return  # the norm of what is rounded so is not known to as many digits
         before, after = (math.sqrt(evidence.squares(0, stage, local=False)) for stage in ("after_backward", "at_step"))
         if math.isfinite(before) and 0 < after < before * (1 - numerics.CLIPPED):
             limits.append(after)
@@ -165,9 +180,11 @@ def _is_round(value: float) -> bool:
     return abs(float(f"{value:.2g}") / value - 1) < numerics.ROUND
 
 
-def scale_of(evidence: Evidence, rank: int) -> float | None:
+def scale_of(evidence: Evidence, rank: int) -> Scale | None:
     """Return by what a rank's gradients were multiplied between backward and the step; None if not by one number."""
-    own, found = evidence.gradients[rank], []
+    own, factors = evidence.gradients[rank], []
+    #: By the spacing of their dtype, gradients before and after, which say the more of the scale the less it is.
+    found: dict[float, list[tuple[Gradient, Gradient]]] = {}
     for name, gradient in own.at_step.items():
         before = own.after_backward.get(name)
         if before is None or not before.fingerprint.squares:
@@ -179,10 +196,39 @@ def scale_of(evidence: Evidence, rank: int) -> float | None:
         factor, residual = fit(vector_of(gradient), vector_of(before))
         if residual > numerics.ONE_SCALE:
             return None  # it was reduced as well, or more than scaled
-        found.append(abs(factor))
-    if not found or max(found) - min(found) > numerics.ONE_SCALE * max(found):
+        factors.append(abs(factor))
+        spacing = max(map(numerics.rounding, (before.dtype, gradient.dtype)))
+        found.setdefault(spacing, []).append((before, gradient))
+    if not factors or _spread(factors) > numerics.ONE_SCALE:
         return None
-    return sorted(found)[len(found) // 2]
+    return _scale_of_all(found[min(found)])
+
+
+def _scale_of_all(pairs: Sequence[tuple[Gradient, Gradient]]) -> Scale | None:
+    """Return the scale of gradients of one dtype before and after, by their norms, of which rounding moves the least.
+
+    The factor of sketches is off by the part of the rounding of all elements that eight numbers have of it.
+    """
+    before, after = (math.sqrt(sum(one.fingerprint.squares for one in each)) for each in zip(*pairs, strict=True))
+    numel = sum(one.fingerprint.numel for _, one in pairs)
+    dtype = max((one.dtype for pair in pairs for one in pair), key=numerics.rounding)
+    once = numerics.rounding(dtype, numel, after)
+    return Scale(after / before, numerics.ROUNDINGS_OF_A_SCALE * once) if after else None
+
+
+def _spread(values: Sequence[float]) -> float:
+    return (max(values) - min(values)) / max(values) if max(values) else 0.0
+
+
+def _rounding(scales: Sequence[Scale]) -> float:
+    """By which part of them the two scales whose rounding is largest may be apart."""
+    return sum(sorted(one.rounding for one in scales)[-2:])
+
+
+def _are_one(scales: Sequence[Scale], each: Sequence[float]) -> bool:
+    """Whether the products of scales with a number of each rank are equal, so that these are what ranks scale by."""
+    products = [scale.value * one for scale, one in zip(scales, each, strict=True)]
+    return _spread(products) <= numerics.SAME_NORM + _rounding(scales)
 
 
 def _sizes(evidence: Evidence) -> set[int]:

@@ -184,8 +184,20 @@ _Wrong = dict[str, list[_Outcome]]
 """By name, the gradients that are no multiple of the sum of all parts, on each rank that has one."""
 
 
-_Scales = dict[str, tuple[float, float]]
-"""By name, by what the sum of all parts of a gradient is multiplied, and the residual."""
+class _Scale(NamedTuple):
+    """By what the sum of all parts of a gradient is multiplied.
+
+    Attributes:
+        rounding: by which part of it rounding to the dtype of the gradient moves it at most.
+    """
+
+    factor: float
+    residual: float
+    rounding: float
+
+
+_Scales = dict[str, _Scale]
+"""The scales of gradients by name."""
 
 
 @dataclasses.dataclass
@@ -216,7 +228,8 @@ class _Sorting:
         whole = self.reduced.sums[name] = total(own)
         if _is_in(evidence, name, *_STAGES):
             self._take_reduced(_Gradient(evidence, name, own, evidence.tolerance(name), _Fits(whole)), earlier)
-        elif float(whole.norm()) > 0 and not _is_in(evidence, name, "unplaced"):
+        elif float(whole.norm()) > 0 and name in evidence.trained and not _is_in(evidence, name, "unplaced"):
+            # Frozen parameters in a flat one have gradients while it has one, and nobody keeps these.
             self.lost.append(name)
 
     def _take_reduced(self, gradient: _Gradient, earlier: Sequence[Reduced]) -> None:
@@ -241,7 +254,9 @@ class _Sorting:
             fitted = gradient.fitted(stage)
             if fitted and all(one.is_multiple(gradient.tolerance) for one in fitted):
                 factor = fitted[0].factor * self.evidence.hooked(gradient.name)
-                scales[gradient.name] = (factor, max(one.residual for one in fitted))
+                # Numbers that are all rounded alike, as one element is, have no residual: the rounding of both stages.
+                rounded = 2 * self.evidence.rounding(gradient.name)
+                scales[gradient.name] = _Scale(factor, max(one.residual for one in fitted), rounded)
 
     def leave_out_mixed(self) -> None:
         """Leave out what user code mixes, which is by chance a multiple, where a task has no part in it."""
@@ -249,7 +264,7 @@ class _Sorting:
             return
         readers = len(self.evidence.readers)
         for name in {name for own in self.evidence.gradients for name in own.returned}:
-            factors = [each[name][0] for each in self.scales.values() if name in each]
+            factors = [each[name].factor for each in self.scales.values() if name in each]
             if factors and not _is_usual(factors[0], readers):
                 self.reduced.unseen[name] = _MADE
                 for each in self.scales.values():
@@ -458,9 +473,11 @@ def _are_parallel(evidence: Evidence, name: str) -> bool:
 def _factors(values: _Scales, readers: int, count: int) -> list[Factor]:
     """Sort parameters by their factors."""
     classes: list[tuple[float, list[str], float]] = []
-    spread = max(numerics.ONE_FACTOR, 4 * max((residual for _, residual in values.values()), default=0.0))
-    for name, (value, residual) in values.items():
-        near = next((one for one in classes if abs(one[0] - value) <= spread * abs(value)), None)
+    spread = max(numerics.ONE_FACTOR, 4 * max((one.residual for one in values.values()), default=0.0))
+    # Those that are rounded least first, with which others are compared.
+    for name, (value, residual, rounding) in sorted(values.items(), key=lambda one: one[1].rounding):
+        allowed = max(spread, rounding)
+        near = next((one for one in classes if abs(one[0] - value) <= allowed * abs(value)), None)
         if near is None:
             classes.append((value, [name], residual))
         else:
@@ -804,13 +821,13 @@ def _of_scales(evidence: Evidence, before: _Scales, after: _Scales) -> list[Doct
 
     Clipping of each parameter by its own norm gives each a factor of its own.
     """
-    scales = {name: (after[name][0] / before[name][0], max(after[name][1], before[name][1]))
-              for name in after if name in before and before[name][0] != 0}  # fmt: skip
+    scales = {name: _Scale(one.factor / before[name].factor, max(one.residual, before[name].residual), one.rounding)
+              for name, one in after.items() if name in before and before[name].factor != 0}  # fmt: skip
     factors = _factors(scales, 1, 1)
     if not 1 < len(factors) <= max(2, len(scales) // 4):
         return []
     most = max(factors, key=lambda one: len(one.names))
-    if _are_of_classes(evidence, {name: value for name, (value, _) in scales.items()}):
+    if _are_of_classes(evidence, {name: one.factor for name, one in scales.items()}):
         return []
     lines = [f"user code multiplies {len(most.names)} of {len(scales)} gradients by {most.value:.4g} before the step"]
     lines += [f"{listed(list(one.names))}: by {one.value:.4g}" for one in factors if one is not most]

@@ -8,24 +8,26 @@ from shardproof.harness.tensors.fingerprints import Box
 from shardproof.harness.training.evidence import Evidence, Start
 from shardproof.harness.training.findings import DoctorFinding, count_of, listed
 from shardproof.harness.watching.records import Bits
-from shardproof.harness.watching.sharding import Sharding
+from shardproof.harness.watching.sharding import FLAT, FULLY_SHARD, NO_VALUES, Sharding
 
 #: The fewest elements of which no rank draws equal ones by chance.
 _FEW = 16
 
-_MEND = (
-    "load on each rank before fully_shard(), or after it: set_model_state_dict() with full_state_dict=True and "
-    "broadcast_from_rank0=True"
-)
+_MENDS = {
+    FULLY_SHARD: "load on each rank before fully_shard(), or after it: set_model_state_dict() with "
+    "full_state_dict=True and broadcast_from_rank0=True",
+    FLAT: "load on each rank before FullyShardedDataParallel, or have it send those of rank 0: sync_module_states=True",
+}
 
 
 def check_mixed(starts: Sequence[Start]) -> Iterator[DoctorFinding]:
-    """D21: full parameters that differ between ranks are replaced after ``fully_shard()``, which mixes them.
+    """D21: full parameters that differ between ranks are replaced after FSDP2 or FSDP1 shards them, which mixes them.
 
     Ranks that draw values of their own differ too, and a mixture of such values is as good as each. A parameter that is
     constant on one rank and not on another shows that one of them has loaded it; another number of writes makes a note.
     """
-    for ranks in dict.fromkeys(place[1] for start in starts for place in start.bits.values() if len(place[1]) > 1):
+    sets = dict.fromkeys(_ranks_of(start, name) for start in starts for name in start.built.sharded)
+    for ranks in (one for one in sets if len(one) > 1):
         mixed = dict(_mixed(starts, ranks))
         constant = [name for name, held in mixed.items() if _is_constant_on_some(held)]
         written = [name for name, held in mixed.items() if len({one.writes for one in held.values()}) > 1]
@@ -33,15 +35,27 @@ def check_mixed(starts: Sequence[Start]) -> Iterator[DoctorFinding]:
             yield _of_mixed(ranks, mixed, constant, written)
 
 
+def _ranks_of(start: Start, name: str) -> tuple[int, ...]:
+    """Return the ranks that divide a parameter which was sharded."""
+    return start.built.sharded[name].ranks or (tuple(start.bits[name][1]) if name in start.bits else ())
+
+
 def _mixed(starts: Sequence[Start], ranks: Sequence[int]) -> Iterator[tuple[str, Mapping[int, Sharding]]]:
-    """Yield the parameters that ranks had differently, and of which each still has its part of its own."""
-    for name, (_, mesh, _) in starts[ranks[0]].bits.items():
-        if tuple(mesh) != tuple(ranks):
-            continue
+    """Yield the parameters that ranks had differently, of those ranks that have a part of their own of some of them.
+
+    Of a flat parameter a rank has some of the parameters in it alone.
+    """
+    kept: dict[str, dict[int, Sharding]] = {}
+    for name in starts[ranks[0]].built.sharded:
         held = {rank: one for rank in ranks if (one := starts[rank].built.sharded.get(name)) is not None}
-        parts = {rank: one for rank, one in held.items() if one.is_kept is not None}
-        is_kept = len(held) == len(ranks) and all(one.is_kept for one in parts.values())
-        if is_kept and len({one.bits for one in parts.values()}) > 1:
+        are_of_ranks = len(held) == len(ranks) and all(_ranks_of(starts[rank], name) == tuple(ranks) for rank in held)
+        is_changed = any(one.is_kept is False for one in held.values())
+        if are_of_ranks and not is_changed and len({one.bits for one in held.values()}) > 1:
+            kept[name] = held
+    having = {rank for held in kept.values() for rank, one in held.items() if one.is_kept}
+    for name, held in kept.items():
+        parts = {rank: one for rank, one in held.items() if rank in having}
+        if len({one.bits for one in parts.values()}) > 1:
             yield name, parts
 
 
@@ -54,11 +68,13 @@ def _of_mixed(
     ranks: Sequence[int], mixed: Mapping[str, Mapping[int, Sharding]], constant: list[str], written: list[str]
 ) -> DoctorFinding:
     names = constant or written
+    held = mixed[names[0]]
+    by = next(iter(held.values())).by
+    mend = _MENDS[by]
     lines = [
         f"{listed(names)}: {ranks_of(ranks)} had different values of {count_of(len(mixed), 'parameter', 'parameters')} "
-        "when fully_shard() sharded them, and training begins with a part of each rank's",
+        f"when {by} sharded them, and training begins with a part of each rank's",
     ]
-    held = mixed[names[0]]
     if constant:
         one_value = [rank for rank, one in held.items() if one.is_constant]
         rest = [rank for rank in held if rank not in one_value]
@@ -67,10 +83,12 @@ def _of_mixed(
             f"seen: of {constant[0]!r} {ranks_of(one_value)} {has} one value, as it is initialized, and "
             f"{ranks_of(rest)} others, as they are loaded"
         )
+    elif without := [rank for rank, one in held.items() if one.writes == NO_VALUES]:
+        lines.append(f"seen: {written[0]!r} had no values on {ranks_of(without)}, where it was on the meta device")
     else:
         counts = ", ".join(f"{one.writes} on rank {rank}" for rank, one in list(held.items())[:4])
         lines.append(f"seen: {written[0]!r} was written by another number of calls before: {counts}")
-    lines.append(_MEND if constant else f"meant, as where each rank draws initial values of its own? else {_MEND}")
+    lines.append(mend if constant else f"meant, as where each rank draws initial values of its own? else {mend}")
     title = "parameters are a mixture of ranks' values"
     return DoctorFinding(
         (codes.INITIAL,), codes.APART, 0, title, tuple(lines), is_note=not constant, is_open=not constant

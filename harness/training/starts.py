@@ -11,6 +11,7 @@ from shardproof.harness.judging import numerics
 from shardproof.harness.tensors.fingerprints import bits_of_all, bits_on_host, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.training.evidence import Start
+from shardproof.harness.watching.constants import constants_of
 from shardproof.harness.watching.crossings import Crossings
 from shardproof.harness.watching.following import Followers
 from shardproof.harness.watching.groups import groups_of, reducers_of, sizes_of_flat, wrappers_of
@@ -80,7 +81,7 @@ class Starts:
             ties=tuple(model.tied()),
             built=Built() if self._registered is None else self._registered.built(roots),
             varied=varied_in(parameters), name=RootName(kind_of(unwrapped(roots[0])).__name__, call),
-            has_more=has_more,
+            has_more=has_more, constants=constants_of(roots),
         )  # fmt: skip
 
     def ties(self, roots: Sequence[nn.Module]) -> list[tuple[str, ...]]:

@@ -12,13 +12,13 @@ never gathers, waits for a stream or changes what it sees.
 - ``step``: what is seen of one step, and its record; ``updates``, what its optimizers find and leave; ``pending``,
   gradients whose digests are read when it has ended; ``left``, those that are gone before an optimizer steps by them.
 - ``looks``: ``Looks``, which counts steps after the watched ones, and reads states at some; ``standing``, what stands
-  from step to step besides: modes, buffers, generators, frozen values.
+  from step to step besides: modes, buffers, generators, frozen values; ``constants``, tensors of modules at the start.
 - ``samples``: elements of narrow parameters before and after a step.
 - ``roots``: all roots of a loop, and which optimizer is of which.
 - ``watching``: ``Watcher``, the context that a doctor and a recording are.
 - ``calls``: sees calls of torch's functions: norms, clipping, loss scalers, collectives, the end.
 - ``groups``: the groups of ranks that a model tells of; ``ties``, the parameters that were registered twice, or
-  that replaced frozen ones; ``sharding``, what they were before ``fully_shard()``.
+  that replaced frozen ones; ``sharding``, what they were before FSDP2 or FSDP1.
 - ``acts``: calls of user code that concern the process: loss scalers, schedulers, groups of optimizers, state dicts;
   ``loads``, loads of states that load nothing, or that a step undoes.
 - ``ledger``: the rows that loaders draw, and permutations, in the whole run; ``streamed``, rows of loaders without

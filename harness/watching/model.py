@@ -13,6 +13,7 @@ from shardproof.harness.watching.engines import Engine, is_engine
 from shardproof.harness.watching.gathered import Gathered
 from shardproof.harness.watching.modes import modes_of, rounded_constants
 from shardproof.harness.watching.names import (
+    attributes_of,
     buffers_of,
     compiles,
     is_called,
@@ -137,7 +138,9 @@ class Model:
 
     def standing(self) -> Standing:
         """Read what stands besides parameters and optimizer states, on its devices."""
-        return self._standings.read(self.roots, self.parameters(), self.bits_of_buffers())
+        found = {name: one for root in self.roots for name, one in attributes_of(root)}
+        attributes = dict(zip(found, bits_of_all([*found.values()]), strict=True))
+        return self._standings.read(self.roots, self.parameters(), self.bits_of_buffers(), attributes)
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return the reduced gradient of a parameter; of an engine, which leaves none in ``.grad``, the whole one."""

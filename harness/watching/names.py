@@ -109,6 +109,21 @@ def buffers_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{name}.{last}" if name else last, buffer
 
 
+def attributes_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that are plain attributes of modules of user code, as masks may be, but for large ones.
+
+    Flat parameters put views there, whose storage is freed after the forward.
+    """
+    for name, module in modules_of(root):
+        if kind_of(module).__module__.startswith("torch."):
+            continue
+        for last, one in vars(module).items():
+            if type(one) is not torch.Tensor or one.requires_grad or not one.is_floating_point():
+                continue
+            if 0 < one.numel() <= _LARGEST_BUFFER and (one.device.type == "meta" or one.untyped_storage().nbytes()):
+                yield f"{name}.{last}" if name else last, one
+
+
 def sharded_by_gathered(root: nn.Module) -> dict[int, nn.Parameter]:
     """Return the sharded parameters of FSDP2's units, by the id of what modules have in place of each for a time."""
     found: dict[int, nn.Parameter] = {}

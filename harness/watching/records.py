@@ -283,6 +283,7 @@ class StandingRecord:
     frozen: dict[str, tuple[Bits, float]] = dataclasses.field(default_factory=dict)
     # What stands for the states of the generators of Python and numpy, by the modules that have them.
     others: dict[str, int] = dataclasses.field(default_factory=dict)
+    attributes: dict[str, Bits] = dataclasses.field(default_factory=dict)  # the same of tensors that are no buffers
     model: int = 0  # how many models of the same class have replaced the first
 
 

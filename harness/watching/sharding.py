@@ -1,4 +1,4 @@
-"""Reads full parameters on each rank before ``fully_shard()`` shards them, which sends no rank's values to others.
+"""Reads full parameters on each rank before FSDP2 or FSDP1 shards them, which sends no rank's values to others.
 
 And what shards are when training begins.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
@@ -21,11 +23,18 @@ from shardproof.harness.tensors import private
 from shardproof.harness.tensors.fingerprints import bits_of_all, bits_on_host, host_rows
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
-from shardproof.harness.watching.names import parameters_of
+from shardproof.harness.watching.names import modules_of, parameters_of
 from shardproof.harness.watching.records import Bits
 from shardproof.harness.watching.samples import some_of
 
 _PATH = "torch.distributed.fsdp.fully_shard"
+_PATH_OF_FLAT = "torch.distributed.fsdp.FullyShardedDataParallel.__init__"
+
+#: How findings name what has sharded a parameter.
+FULLY_SHARD, FLAT = "fully_shard()", "FullyShardedDataParallel"
+
+#: The number of writes of a parameter on the meta device, which has no values.
+NO_VALUES = -1
 
 #: DTensor asks it before it draws random numbers.
 _IS_SUPPORTED = "torch.distributed.tensor._dispatch.is_rng_supported_mesh"
@@ -44,6 +53,8 @@ class Sharding:
         is_constant: whether they have one value.
         writes: how often torch has seen the parameter written in place.
         is_kept: whether the rank's shard has the same bits when training begins; None for a shard without elements.
+        ranks: the global ranks that divide the flat parameter that it is in; empty for a DTensor, which has a mesh.
+        by: what has sharded it.
     """
 
     bits: Bits
@@ -51,6 +62,8 @@ class Sharding:
     is_constant: bool
     writes: int
     is_kept: bool | None
+    ranks: tuple[int, ...] = ()
+    by: str = FULLY_SHARD
 
 
 class _Full(NamedTuple):
@@ -58,7 +71,8 @@ class _Full(NamedTuple):
 
     Attributes:
         owner, last: the module that has it, and under which name.
-        sample: some of its elements: their bits, the least of them and the largest.
+        bits, ends, size: of a sample of its elements: their bits, the least and the largest of them, and how many
+            they are; zeros where it has no values.
     """
 
     owner: nn.Module
@@ -69,8 +83,23 @@ class _Full(NamedTuple):
     writes: int
 
 
+class _Seen(NamedTuple):
+    """A parameter that was sharded.
+
+    Attributes:
+        held: what the module has of it since then, which may be a flat parameter.
+        shard: the bits of a sample of what the rank holds; None where it holds no element.
+        ranks: see :class:`Sharding`.
+    """
+
+    held: weakref.ref[torch.Tensor]
+    full: _Full
+    shard: torch.Tensor | None
+    ranks: tuple[int, ...] = ()
+
+
 class Shardings:
-    """Notes the parameters that calls of ``fully_shard()`` shard; :meth:`close` ends it.
+    """Notes the parameters that FSDP2 and FSDP1 shard; :meth:`close` ends it.
 
     Attributes:
         draws_alike: whether torch may have drawn random numbers of DTensors on a mesh on which each rank draws them by
@@ -78,10 +107,12 @@ class Shardings:
     """
 
     def __init__(self) -> None:
-        #: By the id of a sharded parameter, what it was, and the bits of the sample of the rank's shard.
-        self._seen: dict[int, tuple[weakref.ref[torch.Tensor], _Full, torch.Tensor | None]] = {}
+        #: By the id of the module that has it, and the name.
+        self._seen: dict[tuple[int, str], _Seen] = {}
         self._patches = contextlib.ExitStack()
         self._patches.enter_context(calls.replaced(_PATH, self._around(fsdp.fully_shard)))
+        of_flat = self._around_flat(fsdp.FullyShardedDataParallel.__init__)
+        self._patches.enter_context(calls.replaced(_PATH_OF_FLAT, of_flat))
         is_supported = private.find(_IS_SUPPORTED)
         self.draws_alike = is_supported is None
         if is_supported is not None:
@@ -94,19 +125,23 @@ class Shardings:
 
     def of(self, roots: Sequence[nn.Module]) -> Mapping[str, Sharding]:
         """Return what is known of the parameters of these roots, by canonical name."""
-        held = {name: one for root in roots for name, one in parameters_of(root)}
-        known = {name: self._seen[id(one)] for name, one in held.items() if id(one) in self._seen}
-        known = {name: one for name, one in known.items() if one[0]() is held[name]}
-        before = bits_on_host({name: full.bits for name, (_, full, _) in known.items()})
-        ends = {name: bool(full.ends[0] == full.ends[1]) for name, (_, full, _) in known.items()}
-        was = bits_on_host({name: shard for name, (*_, shard) in known.items() if shard is not None})
-        now = bits_on_host({name: bits for name in was if (bits := _bits_of(held[name])) is not None})
+        held = {id(one) for root in roots for _, one in parameters_of(root)}
+        names = {id(module): name for root in roots for name, module in modules_of(root)}
+        known = {
+            f"{names[owner]}.{last}" if names[owner] else last: one
+            for (owner, last), one in self._seen.items()
+            if owner in names and id(one.held()) in held
+        }
+        before = bits_on_host({name: one.full.bits for name, one in known.items()})
+        was = bits_on_host({name: one.shard for name, one in known.items() if one.shard is not None})
+        now = bits_on_host({name: bits for name in was if (bits := _bits_of(known[name].held())) is not None})
         return {
             name: Sharding(
-                before[name], full.size, ends[name], full.writes, now.get(name) == was[name] if name in was else None
+                before[name], full.size, bool(full.size and full.ends[0] == full.ends[1]), full.writes,
+                now.get(name) == was[name] if name in was else None, ranks, FLAT if ranks else FULLY_SHARD,
             )
-            for name, (_, full, _) in known.items()
-        }
+            for name, (_, full, _, ranks) in known.items()
+        }  # fmt: skip
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -121,6 +156,22 @@ class Shardings:
 
         return fully_shard
 
+    def _around_flat(self, function: Callable[..., None]) -> Callable[..., None]:
+        arguments = inspect.signature(function)
+
+        @functools.wraps(function)
+        def __init__(self_: Any, *args: Any, **kwargs: Any) -> None:
+            found: list[_Full] = []
+            with contextlib.suppress(Exception):  # an error of ours is no error of user code
+                given = arguments.bind(self_, *args, **kwargs).arguments
+                if not given.get("sync_module_states", False):
+                    found += _full_in([given["module"]], with_meta=True)
+            function(self_, *args, **kwargs)
+            with contextlib.suppress(Exception):
+                self._note_flat(found, self_)
+
+        return __init__
+
     def _before_draw(self, function: Callable[..., bool]) -> Callable[..., bool]:
         @functools.wraps(function)
         def is_rng_supported_mesh(*args: Any, **kwargs: Any) -> bool:
@@ -134,7 +185,21 @@ class Shardings:
         for full in found:
             now = full.owner._parameters.get(full.last)
             if isinstance(now, DTensor):
-                self._seen[id(now)] = weakref.ref(now), full, _bits_of(now)
+                self._seen[id(full.owner), full.last] = _Seen(weakref.ref(now), full, _bits_of(now))
+
+    def _note_flat(self, found: Sequence[_Full], root: nn.Module) -> None:
+        """Note those of full parameters that are in flat ones now, which units of FSDP1 divide among ranks."""
+        by_place = {(id(one.owner), one.last): one for one in found}
+        for unit in root.modules():
+            handle: Any = getattr(unit, "_handle", None) if isinstance(unit, fsdp.FullyShardedDataParallel) else None
+            if handle is None or not handle.uses_sharded_strategy:
+                continue
+            ranks = tuple(dist.get_process_group_ranks(unit.process_group))  # type: ignore[arg-type]
+            for last, owner, _ in handle.flat_param._param_infos if len(ranks) > 1 else ():
+                if (full := by_place.get((id(owner), last))) is not None:
+                    held = owner._parameters.get(last)
+                    held = handle.flat_param if held is None else held
+                    self._seen[id(owner), last] = _Seen(weakref.ref(held), full, _bits_of(held), ranks)
 
 
 @torch.no_grad()
@@ -154,18 +219,31 @@ def varied_in(parameters: Sequence[tuple[str, nn.Parameter]]) -> dict[str, str]:
 
 
 @torch.no_grad()
-def _full_in(modules: Sequence[nn.Module]) -> Iterator[_Full]:
-    """Yield the full parameters of modules that have values."""
+def _full_in(modules: Sequence[nn.Module], *, with_meta: bool = False) -> Iterator[_Full]:
+    """Yield the full parameters of modules that have values, or all, outside of units of FSDP1."""
     once: set[int] = set()
-    for root in modules:
-        for module in root.modules():
-            for last, one in module._parameters.items():
-                if one is None or id(one) in once or not _is_full(one) or (some := some_of(one)) is None:
-                    continue
-                once.add(id(one))
-                yield _Full(
-                    module, last, bits_of_all([some])[0], torch.stack(torch.aminmax(some)), some.numel(), one._version
-                )
+    for module in _outside_of_flat(modules):
+        for last, one in module._parameters.items():
+            if one is None or id(one) in once:
+                continue
+            some = some_of(one) if _is_full(one) else None
+            if some is not None:
+                ends = torch.stack(torch.aminmax(some))
+                full = _Full(module, last, bits_of_all([some])[0], ends, some.numel(), one._version)
+            elif with_meta and one.device.type == "meta":
+                nothing = torch.zeros(1, dtype=torch.int64)
+                full = _Full(module, last, nothing, nothing, 0, NO_VALUES)
+            else:
+                continue
+            once.add(id(one))
+            yield full
+
+
+def _outside_of_flat(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    for module in modules:
+        if not isinstance(module, fsdp.FullyShardedDataParallel):
+            yield module
+            yield from _outside_of_flat([*module.children()])
 
 
 def _is_full(parameter: nn.Parameter) -> bool:
@@ -174,6 +252,6 @@ def _is_full(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def _bits_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    some = some_of(local_of(parameter))
+def _bits_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    some = some_of(local_of(parameter)) if parameter is not None else None
     return None if some is None else bits_of_all([some])[0]

@@ -33,12 +33,13 @@ class Standing:
 
     found: StandingRecord
     buffers: dict[str, torch.Tensor]
+    attributes: dict[str, torch.Tensor]
     frozen: dict[str, torch.Tensor]
     distances: dict[str, torch.Tensor]
 
     def record(self) -> StandingRecord:
         """Return what a record has of it."""
-        self.found.buffers = bits_on_host(self.buffers)
+        self.found.buffers, self.found.attributes = bits_on_host(self.buffers), bits_on_host(self.attributes)
         distances = dict(zip(self.distances, host_rows([*self.distances.values()]), strict=True))
         self.found.frozen = {name: (one, distances.get(name, 0.0)) for name, one in bits_on_host(self.frozen).items()}
         return self.found
@@ -58,12 +59,13 @@ class Standings:
     @torch.no_grad()
     def read(
         self, roots: Sequence[nn.Module], parameters: Iterable[tuple[str, nn.Parameter]],
-        buffers: dict[str, torch.Tensor],
+        buffers: dict[str, torch.Tensor], attributes: dict[str, torch.Tensor],
     ) -> Standing:  # fmt: skip
         """Read what stands now.
 
         Args:
             buffers: the bits of those of user code's modules, by name.
+            attributes: the same of tensors that are plain attributes of them.
         """
         state = torch.get_rng_state()
         generators = {"cpu": _number_of(state.numpy().tobytes())}
@@ -78,6 +80,7 @@ class Standings:
         return Standing(
             StandingRecord(generators, only_seeds, _training_modes(roots), others=others),
             buffers,
+            attributes,
             dict(zip(frozen, bits_of_all([local_of(one) for one in frozen.values()]), strict=True)),
             {name: far for name, one in frozen.items() if (far := self._distance(name, one)) is not None},
         )

@@ -22,7 +22,7 @@ class Built:
     Attributes:
         thawed: those that require a gradient, and have replaced ones that did not.
         untied: the pairs that were one parameter until user code replaced one of the two, which may be meant.
-        sharded: what each was when ``fully_shard()`` sharded it.
+        sharded: what each was when FSDP2 or FSDP1 sharded it.
         draws_alike: whether ranks may have drawn random numbers of DTensors alike; see :class:`sharding.Shardings`.
     """
 
