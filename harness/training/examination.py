@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from shardproof.harness.judging import codes
 from shardproof.harness.training import (
     acts,
+    boundary,
     buffers,
     crossings,
     followers,
@@ -91,6 +92,7 @@ class Examination:
             *invariants.check_ties(evidence, ties),
             *acts.check_acts(evidence),
             *crossings.check_crossings(evidence),
+            *boundary.check_boundary(self.seen),
             *(sharded.check_copied(evidence) if len(self.seen) == 1 else ()),
         ]
         # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.

@@ -339,6 +339,15 @@ class Crossing:
 
 
 @dataclasses.dataclass(frozen=True)
+class Crossed:
+    """An output of a root, or an input that requires a gradient, which may cross the boundary of pipeline stages."""
+
+    is_output: bool
+    bits: int  # stands for it
+    gradients: tuple[Fingerprint, ...]  # those that autograd has had for it in the step
+
+
+@dataclasses.dataclass(frozen=True)
 class Mode:
     """A dropout or a norm of running statistics of the model in a step."""
 
@@ -359,6 +368,7 @@ class Beside:
     modes: list[Mode] = dataclasses.field(default_factory=list)  # of modules that compute otherwise in training
     crossings: list[Crossing] = dataclasses.field(default_factory=list)  # of the first root alone
     narrow: list[str] = dataclasses.field(default_factory=list)  # constant buffers whose values a narrow dtype rounds
+    crossed: list[Crossed] = dataclasses.field(default_factory=list)  # of all roots; those of the first have them
 
 
 @dataclasses.dataclass
