@@ -151,6 +151,7 @@ class Examination:
         yield list(invariants.check_batches_ever(self.seen, same))
         if not any(one.title in (invariants.SAME, invariants.SAME_OF_PARTS) for one in self.findings):
             yield list(labels.check_arguments_ever(self.seen))
+            yield list(labels.check_columns_ever(self.seen))
             yield list(rows.check_rows_ever(self.seen))
         yield list(labels.check_labels_ever(self.seen))
         yield list(invariants.check_gathered_ever(self.seen))

@@ -17,6 +17,9 @@ _Steps = Sequence[Sequence[Argument]]
 #: The title of the note of an argument that ranks share and that varies.
 DRAWN_ALIKE = "ranks draw the same numbers"
 
+#: The title of the note of columns of an argument that ranks have alike.
+ALIKE_IN_PART = "ranks have the same values in some columns"
+
 
 def check_labels_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D30, after the last step: labels of tokens are the next tokens, and those of columns are columns of the rank."""
@@ -104,6 +107,39 @@ def check_arguments_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]
             "meant? else draw noise, times and masks on each rank by a seed of its own",
         )
         yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, records[-1].step, DRAWN_ALIKE, lines, is_note=True)
+
+
+def check_columns_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
+    """D9, after the last step: columns of an argument that vary from row to row are each rank's own, as others are."""
+    readers = [ranks[0] for ranks in records[0].readers]
+    seen = _by_place([[_arguments(one, rank) for rank in readers] for one in records]) if len(readers) > 1 else []
+    for place, steps in enumerate(seen):
+        if len({one.kind for step in steps for one in step}) > 1:
+            continue
+        columns = [list(zip(*(one.columns for one in step), strict=True)) for step in steps]
+        by_column = list(zip(*columns, strict=True)) if len({*map(len, columns)}) == 1 else []
+        alike = [n for n, one in enumerate(by_column) if all(len(set(own)) == 1 and own[0] % 2 for own in one)]
+        apart = [n for n, one in enumerate(by_column) if all(len(set(own)) > 1 and all(own) for own in one)]
+        if alike and apart:
+            yield _of_alike(records, len(readers), f"argument {place} of the forward ({steps[0][0].kind})", alike, apart)
+            return
+
+
+def _of_alike(
+    records: Sequence[Evidence], readers: int, argument: str, alike: Sequence[int], apart: Sequence[int]
+) -> DoctorFinding:
+    """Make the note of columns that ranks have alike."""
+    if alike[-1] < apart[0]:
+        meant = "meant, as where ranks share prompts, and each has completions of its own?"
+    else:
+        meant = "meant?"
+    lines = (
+        f"{len(alike)} columns of {argument} have the same values in the same rows on {readers} ranks in each of the "
+        f"steps {records[0].step}-{records[-1].step} (the first is {alike[0]}), and {len(apart)} columns are each "
+        f"rank's own (the first is {apart[0]})",
+        f"{meant} else each rank must take its own rows of both, as of what one rank has sent to all",
+    )
+    return DoctorFinding((codes.DATA,), codes.SHARED_DATA, records[-1].step, ALIKE_IN_PART, lines, is_note=True)
 
 
 def _by_place(steps: Sequence[Sequence[Sequence[Argument]]]) -> list[_Steps]:

@@ -121,6 +121,7 @@ class Argument:
     kind: str  # its dtype and shape: "float32 [16, 8]"
     varies: bool  # whether it has many different values, as drawn numbers have
     rows: tuple[int, ...] = ()  # stand for its rows, of one that varies and has as many as the batch; of some if many
+    columns: tuple[int, ...] = ()  # the same of its columns; odd of those that vary, and 0 of those of one value
 
 
 @dataclasses.dataclass

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -132,6 +132,7 @@ HEALTHY = {
     "torch's GPipe": lambda data: scheduled(data, ScheduleGPipe),
     "torch's 1F1B": lambda data: scheduled(data, Schedule1F1B),
     "torch's interleaved 1F1B": lambda data: scheduled(data, ScheduleInterleaved1F1B, stages=4),
+    "torch's zero bubble": lambda data: scheduled(data, ScheduleInterleavedZeroBubble, stages=4),
 }
 
 BROKEN = {
