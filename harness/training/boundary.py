@@ -33,21 +33,32 @@ class _Sent(NamedTuple):
 
 def check_boundary(seen: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D32, in each step: outputs and inputs of stages that are equal have one gradient."""
-    links = _links(seen[-1])
     before = [one.given for evidence in seen[:-1] for sent in _links(evidence).values() for one in sent]
-    for (senders, receivers), sent in links.items():
-        others = [number for number, one in enumerate(sent) if one.used and _fit(one.used, one.given)[1] >= _ONE]
+    for (senders, receivers), sent in _links(seen[-1]).items():
         of = f"of the {len(sent)} microbatches that {ranks_of(senders)} {_send(senders)} to {ranks_of(receivers)}"
-        found = {number: _index(sent[number], [one.given for one in sent]) for number in others}
-        mixed = {number: other for number, other in found.items() if other is not None}
-        if mixed:
-            yield _of_mixed(seen[-1].step, of, mixed)
-        elif any(_index(sent[number], before) is not None for number in others):
-            line = f"{of}, backward has for {len(others)} no gradient of this step, and for some one of an earlier step"
-            mend = "send the gradient that backward has just computed: clear .grad of received tensors, or receive anew"
-            yield DoctorFinding((codes.CROSSINGS,), codes.MISPLACED, seen[-1].step, STALE, (line, mend))
-        elif not others:
-            yield from _of_factors(seen[-1].step, of, sent)
+        yield from _of_link(seen[-1].step, of, sent, before)
+
+
+def _of_link(step: int, of: str, sent: Sequence[_Sent], before: Sequence[Fingerprint]) -> Iterator[DoctorFinding]:
+    """Judge the microbatches that one stage sends to another.
+
+    Args:
+        step: of the training.
+        of: the begin of a message.
+        sent: the microbatches.
+        before: the gradients that stages computed in earlier steps.
+    """
+    others = [number for number, one in enumerate(sent) if one.used and _fit(one.used, one.given)[1] >= _ONE]
+    found = {number: _index(sent[number], [one.given for one in sent]) for number in others}
+    mixed = {number: other for number, other in found.items() if other is not None}
+    if mixed:
+        yield _of_mixed(step, of, mixed)
+    elif any(_index(sent[number], before) is not None for number in others):
+        line = f"{of}, backward has for {len(others)} no gradient of this step, and for some one of an earlier step"
+        mend = "send the gradient that backward has just computed: clear .grad of received tensors, or receive anew"
+        yield DoctorFinding((codes.CROSSINGS,), codes.MISPLACED, step, STALE, (line, mend))
+    elif not others:
+        yield from _of_factors(step, of, sent)
 
 
 def _of_mixed(step: int, of: str, mixed: dict[int, int]) -> DoctorFinding:

@@ -121,7 +121,9 @@ def check_columns_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
         alike = [n for n, one in enumerate(by_column) if all(len(set(own)) == 1 and own[0] % 2 for own in one)]
         apart = [n for n, one in enumerate(by_column) if all(len(set(own)) > 1 and all(own) for own in one)]
         if alike and apart:
-            yield _of_alike(records, len(readers), f"argument {place} of the forward ({steps[0][0].kind})", alike, apart)
+            yield _of_alike(
+                records, len(readers), f"argument {place} of the forward ({steps[0][0].kind})", alike, apart
+            )
             return
 
 

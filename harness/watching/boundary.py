@@ -1,7 +1,7 @@
-"""What crosses the boundaries between the stages of a pipeline: outputs and inputs of roots, and their gradients.
+"""Outputs and inputs of roots, which stages of a pipeline send to each other, and their gradients.
 
-Of an output and an input a hash is kept, and of the gradient that autograd has for it a digest; both are computed on
-their devices and read when the step has ended. Hooks are those of nodes of the graph, and go with it.
+A hash of each is kept, and a digest of the gradient that autograd has for it; both are computed on their devices and
+read when the step has ended. Hooks are those of nodes of the graph, and go with it.
 """
 
 from __future__ import annotations
@@ -96,10 +96,10 @@ class Boundary:
 def _taking(gradients: list[Digest], number: int) -> Callable[[Any], None]:
     """Return a hook of a node that takes the gradient of one of its outputs."""
 
-    @torch.compiler.disable
     def hook(entering: Any) -> None:
         with contextlib.suppress(Exception), torch.no_grad():
             if (gradient := entering[number]) is not None and type(gradient) is torch.Tensor:
                 gradients.append(digest(gradient))
 
-    return hook
+    disabled: Callable[[Any], None] = torch.compiler.disable(hook)
+    return disabled

@@ -1,6 +1,6 @@
 """How a sampler divides a data set among ranks, and of which rows this is: what stands for them, on the host.
 
-No row is asked of the data set, whose ``__getitem__`` may draw random numbers: the indices of a Subset are read, and
+``__getitem__`` of the data set is not called, because it may draw random numbers: the indices of a Subset are read, and
 lists and tensors that a data set has with as many rows as it has itself.
 """
 
@@ -86,8 +86,7 @@ def _read(
         return
     if isinstance(data, Subset):
         if len(data.indices) <= _MOST_INDICES:
-            numbers = torch.as_tensor(list(data.indices), dtype=torch.int64)
-            indices[place or "the Subset"] = _least(numbers)
+            indices[place or "the Subset"] = _least(torch.as_tensor(list(data.indices), dtype=torch.int64))
         _read(data.dataset, f"{place}.dataset", indices, content, depth + 1)
         return
     for name, value in [("", data)] if isinstance(data, (list, tuple, torch.Tensor)) else _columns(data):
@@ -103,9 +102,12 @@ def _columns(data: Any) -> Iterator[tuple[str, Any]]:
     for name, value in list(values.items()) if isinstance(values, dict) else []:
         if name == "tensors" and isinstance(value, tuple):  # those of TensorDataset
             yield from ((f"{name}.{number}", one) for number, one in enumerate(value))
-        elif isinstance(value, (Dataset, list, tuple, torch.Tensor)) or _is_array(value):
-            if _size_of(value) == len(data):
-                yield name, value
+        elif _is_table(value) and _size_of(value) == len(data):
+            yield name, value
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, (Dataset, list, tuple, torch.Tensor)) or _is_array(value)
 
 
 def _size_of(value: Any) -> int:
@@ -148,7 +150,9 @@ def _number(row: Any, depth: int) -> int | None:
         return zlib.crc32(repr(row).encode())
     if type(row) is torch.Tensor and row.device.type == "cpu" and row.layout is torch.strided and row.numel():
         flat = row.detach().reshape(-1)
-        return zlib.crc32(flat[:: max(1, flat.numel() // _READ_ELEMENTS)].contiguous().view(torch.uint8).numpy())
+        return zlib.crc32(
+            flat[:: max(1, flat.numel() // _READ_ELEMENTS)].contiguous().view(torch.uint8).numpy().tobytes()
+        )
     if _is_array(row) and row.dtype.kind in "biufSU":
         return zlib.crc32(row.tobytes())
     inside: Sequence[Any] | None = None

@@ -139,7 +139,7 @@ def columns_of(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """Return a number for each column of a tensor with so many rows, of some if there are many; on its device.
 
     It is zero of a column of one value, odd of one whose values are many and go up and down, as drawn ones do, and else
-    even, as of positions, of a grid, and of padding. What a row has is taken for one dimension.
+    even, as of positions, of a grid, and of padding. All dimensions but the first are taken for one.
     """
     local = strided(local_of(tensor.detach()))
     is_table = local.ndim > 1 and len(local) == count >= _FEWEST_ROWS and local.numel() > count

@@ -74,8 +74,12 @@ def grid(rank, own, common):
 
 def noisy(seed):
     """Values of the rank in one tensor with noise."""
-    return lambda rank, own, common: torch.cat(
-        [torch.randn(ROWS, 3, generator=own), torch.randn(ROWS, 3, generator=own if seed == "own" else common)], 1)  # fmt: skip
+
+    def make(rank, own, common):
+        noise = torch.randn(ROWS, 3, generator=own if seed == "own" else common)
+        return torch.cat([torch.randn(ROWS, 3, generator=own), noise], 1)
+
+    return make
 
 
 def negatives(generators):
