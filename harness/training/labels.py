@@ -114,17 +114,30 @@ def check_columns_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     readers = [ranks[0] for ranks in records[0].readers]
     seen = _by_place([[_arguments(one, rank) for rank in readers] for one in records]) if len(readers) > 1 else []
     for place, steps in enumerate(seen):
-        if len({one.kind for step in steps for one in step}) > 1:
-            continue
-        columns = [list(zip(*(one.columns for one in step), strict=True)) for step in steps]
-        by_column = list(zip(*columns, strict=True)) if len({*map(len, columns)}) == 1 else []
-        alike = [n for n, one in enumerate(by_column) if all(len(set(own)) == 1 and own[0] % 2 for own in one)]
-        apart = [n for n, one in enumerate(by_column) if all(len(set(own)) > 1 and all(own) for own in one)]
+        by_column = _by_column(steps)
+        alike = [number for number, one in enumerate(by_column) if all(map(_is_alike, one))]
+        apart = [number for number, one in enumerate(by_column) if all(map(_is_apart, one))]
         if alike and apart:
-            yield _of_alike(
-                records, len(readers), f"argument {place} of the forward ({steps[0][0].kind})", alike, apart
-            )
+            argument = f"argument {place} of the forward ({steps[0][0].kind})"
+            yield _of_alike(records, len(readers), argument, alike, apart)
             return
+
+
+def _by_column(steps: _Steps) -> list[Sequence[Sequence[int]]]:
+    """Return for each column of an argument what ranks have there in each step; nothing where shapes differ."""
+    if len({(one.kind, len(one.columns)) for step in steps for one in step}) > 1:
+        return []
+    return [[[one.columns[number] for one in step] for step in steps] for number in range(len(steps[0][0].columns))]
+
+
+def _is_alike(ranks: Sequence[int]) -> bool:
+    """Whether a column that varies is one on all ranks."""
+    return len(set(ranks)) == 1 and ranks[0] % 2 == 1
+
+
+def _is_apart(ranks: Sequence[int]) -> bool:
+    """Whether a column is none of one value, and another one on some ranks."""
+    return len(set(ranks)) > 1 and all(ranks)
 
 
 def _of_alike(

@@ -155,12 +155,15 @@ def _number(row: Any, depth: int) -> int | None:
         )
     if _is_array(row) and row.dtype.kind in "biufSU":
         return zlib.crc32(row.tobytes())
-    inside: Sequence[Any] | None = None
-    if isinstance(row, (list, tuple)):
-        inside = row
-    elif type(row) is dict:
-        inside = [one for pair in row.items() for one in pair]
+    inside = _inside(row)
     if inside is None or depth >= _DEPTH_OF_ROW:
         return None
     numbers = [_number(one, depth + 1) for one in inside[: 2 * _READ_ELEMENTS]]
     return None if None in numbers else zlib.crc32(repr(numbers).encode())
+
+
+def _inside(row: Any) -> Sequence[Any] | None:
+    """Return what a list, a tuple or a dict has; None of anything else."""
+    if isinstance(row, (list, tuple)):
+        return row
+    return [one for pair in row.items() for one in pair] if type(row) is dict else None

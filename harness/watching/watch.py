@@ -346,13 +346,17 @@ class Watch:
                 self._hooks.tensors.find(name, module, self.model)
         if not is_seen:
             return
-        for tensor in readable_of(output) if self._takes.digests else ():
-            self._now.finite.add_output(f"output of {name or 'the model'!r}", tensor)
-        if is_root and not self._forward.depth and self._takes.digests and self._sees:
-            self.family.boundary.take_outputs(list(readable_of(output)))
+        if self._takes.digests:
+            self._take_outputs(name, list(readable_of(output)), is_outermost=is_root and not self._forward.depth)
         # A wrapper returns what its module returns; outside of a forward of the root modules compute once more.
         if self._takes.modules and (is_root or self._forward.depth) and inner_of(module) is None:
             self._emit_outputs(name, output)
+
+    def _take_outputs(self, name: str, tensors: Sequence[torch.Tensor], *, is_outermost: bool) -> None:
+        for tensor in tensors:
+            self._now.finite.add_output(f"output of {name or 'the model'!r}", tensor)
+        if is_outermost and self._sees:
+            self.family.boundary.take_outputs(tensors)
 
     def _take_batch(self, inputs: Any) -> None:
         forwards = self._now.forwards
