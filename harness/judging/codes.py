@@ -14,8 +14,10 @@ where its values are:
 - D1 to D3, D5, D8, D9 and D13 to D16 are ``training.invariants``, D4, D6, D7 and D18 ``training.updates``, D10
   ``training.norms``, D11 and D12 ``training.reduction``, D17 ``training.tokens``, D19 ``training.freezing``,
   D20 ``training.buffers``, D21 and D23 ``training.sharded``, D22 ``training.recomputing``, D24 to D27
-  ``training.acts``, D28 ``training.later``, which compares later steps with the watched ones, D29 ``training.rows``,
-  D30 ``training.labels``, D31 ``training.followers``, D32 ``training.crossings``.
+  ``training.acts``, D28 ``training.later``, which compares later steps with the watched ones, D29 ``training.rows``
+  and ``training.division``,
+  D30 ``training.labels``, D31 ``training.followers``, D32 ``training.crossings`` and
+  ``training.boundary``.
 
 A signature never decides a verdict.
 """
@@ -184,8 +186,8 @@ CHECKS = _by_code([
          _INCIDENTS + "g08_untied"),
     Code(DATA, "data-differ-where-they-should",
          "data-parallel ranks read different microbatches, and model-parallel ranks the same; no rank computes "
-         "gradients of one microbatch twice in a step (notes where each step reads the same, and where ranks draw one "
-         "argument of the forward alike)",
+         "gradients of one microbatch twice in a step (notes where each step reads the same, and where ranks have one "
+         "argument of the forward, or some of its columns, alike)",
          "give data-parallel ranks different samples, and model-parallel ranks the same", _LOOPS + "sampler repeats"),
     Code(NORM, "the-norm-is-the-norm",
          "the scale between backward and step is the same on all ranks; gradients are clipped by the norm of all "
@@ -270,7 +272,8 @@ CHECKS = _by_code([
          _LATER + "evaluation mode stays"),
     Code(ROWS, "rows-are-divided",
          "in an epoch of data that data-parallel ranks divide no two of them read the same row, and none trains on "
-         "rows of another's evaluation; a sampler that shuffles gives each epoch another order (a note)",
+         "rows of another's evaluation; a sampler that shuffles gives each epoch another order (notes); no sampler "
+         "divides once more a part of the data that one rank has",
          "shuffle by one seed and the epoch's number on all ranks, and take the rank's part then",
          _DATA + "permutation by rank"),
     Code(LABELS, "labels-fit-the-inputs",
@@ -286,8 +289,10 @@ CHECKS = _by_code([
          _FOLLOWERS + "teacher before the broadcast"),
     Code(CROSSINGS, "collectives-have-their-adjoint",
          "the backward of a collective in a `torch.autograd.Function` has the gradients that other ranks have for what "
-         "the rank sent (a note)",
-         "sum the gradients over the ranks in backward, and take the rank's part of the sum",
+         "the rank sent (a note); for each microbatch that a pipeline stage sends, its backward has the gradient that "
+         "the next stage computes for this microbatch",
+         "sum the gradients over the ranks in backward, and take the rank's part of the sum; keep microbatches of a "
+         "pipeline in the order of their gradients",
          _FOLLOWERS + "gather takes its slice"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

@@ -14,8 +14,10 @@ Nothing here imports pytest: it runs inside the user's training process.
   ``buffers``, whether ranks have the same; ``sharded``, whether full parameters were one's, and shards are no
   copies; ``recomputing``, whether recomputations repeat random numbers; ``tokens``, whether each counts alike;
   ``followers``, whether copies follow; ``modes``, norms and dropouts; ``sums``, sums of means; ``crossings``,
-  collectives in autograd; ``acts``, whether loss scalers, schedulers and state dicts do what they are called for;
-  ``rows``, whether ranks divide the rows of each epoch; ``labels``, whether labels belong to the inputs, and ranks draw
+  collectives in autograd; ``boundary``, gradients between stages of a pipeline; ``acts``,
+  whether loss scalers, schedulers and state dicts do what they are called for;
+  ``rows``, whether ranks divide the rows of each epoch; ``division``, whether they do so twice; ``labels``,
+  whether labels belong to the inputs, and ranks draw
   arguments of their own.
 - ``request``: what a check is asked for; ``starting``: a check from Python.
 - ``checking``: a check on the ranks of a world; ``trained_model``: the training in one process, of the run or the

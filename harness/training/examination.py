@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from shardproof.harness.judging import codes
 from shardproof.harness.training import (
     acts,
+    boundary,
     buffers,
     crossings,
     followers,
@@ -91,6 +92,7 @@ class Examination:
             *invariants.check_ties(evidence, ties),
             *acts.check_acts(evidence),
             *crossings.check_crossings(evidence),
+            *boundary.check_boundary(self.seen),
             *(sharded.check_copied(evidence) if len(self.seen) == 1 else ()),
         ]
         # What an optimizer of dead parameters does not zero, and what is not finite, is no sum of this step's parts.
@@ -150,6 +152,7 @@ class Examination:
         yield list(invariants.check_batches_ever(self.seen, same))
         if not any(one.title in (invariants.SAME, invariants.SAME_OF_PARTS) for one in self.findings):
             yield list(labels.check_arguments_ever(self.seen))
+            yield list(labels.check_columns_ever(self.seen))
             yield list(rows.check_rows_ever(self.seen))
         yield list(labels.check_labels_ever(self.seen))
         yield list(invariants.check_gathered_ever(self.seen))

@@ -17,6 +17,9 @@ _Steps = Sequence[Sequence[Argument]]
 #: The title of the note of an argument that ranks share and that varies.
 DRAWN_ALIKE = "ranks draw the same numbers"
 
+#: The title of the note of columns of an argument that ranks have alike.
+ALIKE_IN_PART = "ranks have the same values in some columns"
+
 
 def check_labels_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
     """D30, after the last step: labels of tokens are the next tokens, and those of columns are columns of the rank."""
@@ -104,6 +107,54 @@ def check_arguments_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]
             "meant? else draw noise, times and masks on each rank by a seed of its own",
         )
         yield DoctorFinding((codes.DATA,), codes.SHARED_DATA, records[-1].step, DRAWN_ALIKE, lines, is_note=True)
+
+
+def check_columns_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]:
+    """D9, after the last step: columns of an argument that vary from row to row are each rank's own, as others are."""
+    readers = [ranks[0] for ranks in records[0].readers]
+    seen = _by_place([[_arguments(one, rank) for rank in readers] for one in records]) if len(readers) > 1 else []
+    for place, steps in enumerate(seen):
+        by_column = _by_column(steps)
+        alike = [number for number, one in enumerate(by_column) if all(map(_is_alike, one))]
+        apart = [number for number, one in enumerate(by_column) if all(map(_is_apart, one))]
+        if alike and apart:
+            argument = f"argument {place} of the forward ({steps[0][0].kind})"
+            yield _of_alike(records, len(readers), argument, alike, apart)
+            return
+
+
+def _by_column(steps: _Steps) -> list[Sequence[Sequence[int]]]:
+    """Return for each column of an argument what ranks have there in each step; nothing where shapes differ."""
+    if len({(one.kind, len(one.columns)) for step in steps for one in step}) > 1:
+        return []
+    return [[[one.columns[number] for one in step] for step in steps] for number in range(len(steps[0][0].columns))]
+
+
+def _is_alike(ranks: Sequence[int]) -> bool:
+    """Whether a column that varies is one on all ranks."""
+    return len(set(ranks)) == 1 and ranks[0] % 2 == 1
+
+
+def _is_apart(ranks: Sequence[int]) -> bool:
+    """Whether a column is none of one value, and another one on some ranks."""
+    return len(set(ranks)) > 1 and all(ranks)
+
+
+def _of_alike(
+    records: Sequence[Evidence], readers: int, argument: str, alike: Sequence[int], apart: Sequence[int]
+) -> DoctorFinding:
+    """Make the note of columns that ranks have alike."""
+    if alike[-1] < apart[0]:
+        meant = "meant, as where ranks share prompts, and each has completions of its own?"
+    else:
+        meant = "meant?"
+    lines = (
+        f"{len(alike)} columns of {argument} have the same values in the same rows on {readers} ranks in each of the "
+        f"steps {records[0].step}-{records[-1].step} (the first is {alike[0]}), and {len(apart)} columns are each "
+        f"rank's own (the first is {apart[0]})",
+        f"{meant} else each rank must take its own rows of both, as of what one rank has sent to all",
+    )
+    return DoctorFinding((codes.DATA,), codes.SHARED_DATA, records[-1].step, ALIKE_IN_PART, lines, is_note=True)
 
 
 def _by_place(steps: Sequence[Sequence[Sequence[Argument]]]) -> list[_Steps]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from shardproof.harness.judging import codes
+from shardproof.harness.training.division import check_division
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding, count_of
 from shardproof.harness.training.labels import check_tables
@@ -47,6 +48,7 @@ def check_rows(told: Sequence[Read], seen: Sequence[Evidence]) -> Iterator[Docto
         yield from _of_streams(readers)
         yield from _apart(readers, _rows_of_steps(seen))
         yield from check_tables(readers)
+        yield from check_division(told)
     yield from _repeats(told[0])
     yield from _of_workers(told, seen)
 

@@ -21,12 +21,14 @@ never gathers, waits for a stream or changes what it sees.
   that replaced frozen ones; ``sharding``, what they were before FSDP2 or FSDP1.
 - ``acts``: calls of user code that concern the process: loss scalers, schedulers, groups of optimizers, state dicts;
   ``loads``, loads of states that load nothing, or that a step undoes.
-- ``ledger``: the rows that loaders draw, and permutations, in the whole run; ``streamed``, rows of loaders without
+- ``ledger``: the rows that loaders draw, and permutations, in the whole run; ``division``, how samplers divide data
+  sets among ranks; ``streamed``, rows of loaders without
   numbers; ``tables``, numbers of names that data sets and the script have; ``labels``, those of a cross-entropy and
   the inputs of its forward.
 - ``recomputing``: the random numbers of forwards, and running statistics, and of what backward recomputes of them.
 - ``optimizers``: what optimizers have of the model's parameters.
 - ``followers``: the search for copies of a root; ``following``, whether and when they are written; ``modes``, norms and
-  dropouts in training mode; ``crossings``, collectives in autograd; ``scales``, by what a loss is a mean.
+  dropouts in training mode; ``crossings``, collectives in autograd; ``boundary``, what stages of a pipeline send to
+  each other; ``scales``, by what a loss is a mean.
 - ``script``: runs a training script that knows of nothing.
 """

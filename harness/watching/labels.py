@@ -24,6 +24,12 @@ _MOST_OF_BATCH, _MOST_OF_ROW = 1024, 1024
 #: The fewest different values of drawn numbers among these.
 _FEWEST = 6
 
+#: The fewest rows of which columns are told apart, and of how many columns each has a number.
+_FEWEST_ROWS, _MOST_COLUMNS = 8, 128
+
+#: One of so many steps from row to row goes down, and one goes up, in a column that is no grid.
+_PART_OF_STEPS = 5
+
 
 class Tokens:
     """The integer inputs of a forward, for as long as user code keeps them as they were."""
@@ -126,3 +132,23 @@ def rows_of(tensor: torch.Tensor, count: int) -> torch.Tensor:
         return torch.zeros(0, dtype=torch.int64, device=local.device)
     flat = local[:_MOST_OF_BATCH].reshape(min(count, _MOST_OF_BATCH), -1)
     return row_hashes(flat[:, :: max(1, flat.shape[1] // _MOST_OF_ROW)])
+
+
+@torch.no_grad()
+def columns_of(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a number for each column of a tensor with so many rows, of some if there are many; on its device.
+
+    It is zero of a column of one value, odd of one whose values are many and go up and down, as drawn ones do, and else
+    even, as of positions, of a grid, and of padding. All dimensions but the first are taken for one.
+    """
+    local = strided(local_of(tensor.detach()))
+    is_table = local.ndim > 1 and len(local) == count >= _FEWEST_ROWS and local.numel() > count
+    if not is_table or local.dtype == torch.bool or local.is_complex():
+        return torch.zeros(0, dtype=torch.int64, device=local.device)
+    flat = local[:_MOST_OF_BATCH].reshape(min(count, _MOST_OF_BATCH), -1)
+    flat = flat[:, :: -(-flat.shape[1] // _MOST_COLUMNS)]
+    some = flat.float() if flat.is_floating_point() else flat.long()
+    steps, different = some.diff(dim=0), (some.sort(0).values.diff(dim=0) != 0).sum(0) + 1
+    ups, downs = (steps > 0).sum(0), (steps < 0).sum(0)
+    varies = (different >= _FEWEST) & (_PART_OF_STEPS * torch.minimum(ups, downs) >= ups + downs)
+    return torch.where(different > 1, row_hashes(flat.mT.contiguous()) // 2 * 2 + varies, 0)

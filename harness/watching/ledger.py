@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, Subset
 
 from shardproof.harness.watching import calls
+from shardproof.harness.watching.division import Division, division_of
 from shardproof.harness.watching.hooks import quiet
 from shardproof.harness.watching.optimizers import STEPS
 from shardproof.harness.watching.streamed import rows_given
@@ -28,6 +29,9 @@ MOST_INDICES = 1 << 15
 
 #: How many epochs are kept, of how many of the first and of the last ones with their indices.
 _MOST_EPOCHS, _WITH_INDICES = 256, 2
+
+#: How many data sets that samplers divide are kept.
+_MOST_DIVISIONS = 16
 
 #: How many permutations of one size are kept, and how many of their values stand for one.
 _MOST_PERMUTATIONS, _MOST_VALUES = 256, 4096
@@ -121,6 +125,7 @@ class Read:
         tables: numbers of names that data sets and the script have, by where they are.
         permutations: those that user code draws.
         workers: by the class of an IterableDataset, the worker processes of its loader.
+        divisions: data sets that samplers divide among ranks, those of an evaluation too, each once.
         steps: how many the leading optimizer has made.
     """
 
@@ -131,6 +136,7 @@ class Read:
     held_out: list[Epoch] = dataclasses.field(default_factory=list)
     streams: list[Epoch] = dataclasses.field(default_factory=list)
     tables: dict[str, NameTable] = dataclasses.field(default_factory=dict)
+    divisions: list[Division] = dataclasses.field(default_factory=list)
 
 
 class _Leader:
@@ -153,7 +159,8 @@ class _Known:
 
     def __init__(self) -> None:
         self._count = 0
-        self._numbers: dict[int, tuple[Any, int]] = {}
+        #: By id what refers to each; a list has no weak reference, and is known by its id alone.
+        self._numbers: dict[int, tuple[Callable[[], Any] | None, int]] = {}
 
     def is_new(self, data: Any) -> bool:
         """Number an object; whether it had no number before, is returned."""
@@ -163,10 +170,10 @@ class _Known:
     def number(self, data: Any) -> int:
         """Return the number of an object, from 1."""
         ref, number = self._numbers.get(id(data), (lambda: None, 0))
-        if ref() is not data:
+        if ref is not None and ref() is not data:
             self._count = number = self._count + 1
-            self._numbers = {key: one for key, one in self._numbers.items() if one[0]() is not None}
-            self._numbers[id(data)] = weakref.ref(data), number
+            self._numbers = {key: one for key, one in self._numbers.items() if one[0] is None or one[0]() is not None}
+            self._numbers[id(data)] = None if isinstance(data, (list, tuple)) else weakref.ref(data), number
         return number
 
 
@@ -297,6 +304,8 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         if self._data.is_new(data):
             new = {**tables_of_script(), **tables_of(data, iterator._collate_fn)}
             self._read.tables = {**new, **self._read.tables}
+            if not isinstance(data, IterableDataset):
+                self._note_division(data, sampler)
         if isinstance(data, IterableDataset):
             self._read.workers[type(data).__name__] = iterator._num_workers
             return None
@@ -319,6 +328,12 @@ class Ledger(contextlib.AbstractContextManager["Ledger"]):
         )  # fmt: skip
         self._keep(epoch)
         return _Open(epoch, iterator._sampler_iter, maps)
+
+    @quiet
+    def _note_division(self, data: Any, sampler: Any) -> None:
+        divisions = self._read.divisions
+        if len(divisions) < _MOST_DIVISIONS and (found := division_of(data, sampler, self._leader.steps)) is not None:
+            divisions.append(found)
 
     def _keep(self, epoch: Epoch) -> None:
         epochs = self._read.epochs

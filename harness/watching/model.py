@@ -26,7 +26,7 @@ from shardproof.harness.watching.names import (
 )
 from shardproof.harness.watching.pending import readable
 from shardproof.harness.watching.recomputing import Draws
-from shardproof.harness.watching.records import Beside, Crossing, Follower, ModuleRecord
+from shardproof.harness.watching.records import Beside, Crossed, Crossing, Follower, ModuleRecord
 from shardproof.harness.watching.standing import Standing, Standings
 
 #: How messages name a root itself.
@@ -49,6 +49,7 @@ class Model:
         unseen: what cannot be seen, one line each.
         followers: tells what is seen of copies of it, which no optimizer steps.
         crossings: tells what is seen of collectives in autograd.
+        crossed: tells what has crossed boundaries of pipeline stages.
     """
 
     def __init__(self, layout: LayoutOf | None) -> None:
@@ -58,6 +59,7 @@ class Model:
         self.unseen: set[str] = set()
         self.followers: Callable[[], list[Follower]] = list
         self.crossings: Callable[[], list[Crossing]] = list
+        self.crossed: Callable[[], list[Crossed]] = list
         self._layout = layout
         self._without: frozenset[str] = frozenset()  # parameters of other roots, which are watched with these
         self._names: dict[int, str] = {}  # canonical names of modules
@@ -201,7 +203,7 @@ class Model:
 
     def _beside(self, called: Mapping[int, bool], again: Collection[str]) -> Beside:
         modes = modes_of(self.roots, called, again)
-        return Beside(self.followers(), modes, self.crossings(), rounded_constants(self.roots))
+        return Beside(self.followers(), modes, self.crossings(), rounded_constants(self.roots), self.crossed())
 
     def _outermost(self, parameter: str, called: Mapping[int, bool]) -> str:
         """Return the name of the outermost module that was not called, of those in which a parameter is."""

@@ -121,6 +121,7 @@ class Argument:
     kind: str  # its dtype and shape: "float32 [16, 8]"
     varies: bool  # whether it has many different values, as drawn numbers have
     rows: tuple[int, ...] = ()  # stand for its rows, of one that varies and has as many as the batch; of some if many
+    columns: tuple[int, ...] = ()  # the same of its columns; odd of those that vary, and 0 of those of one value
 
 
 @dataclasses.dataclass
@@ -340,6 +341,15 @@ class Crossing:
 
 
 @dataclasses.dataclass(frozen=True)
+class Crossed:
+    """An output of a root, or an input that requires a gradient, which may cross the boundary of pipeline stages."""
+
+    is_output: bool
+    bits: int  # stands for it
+    gradients: tuple[Fingerprint, ...]  # those that autograd has had for it in the step
+
+
+@dataclasses.dataclass(frozen=True)
 class Mode:
     """A dropout or a norm of running statistics of the model in a step."""
 
@@ -360,6 +370,7 @@ class Beside:
     modes: list[Mode] = dataclasses.field(default_factory=list)  # of modules that compute otherwise in training
     crossings: list[Crossing] = dataclasses.field(default_factory=list)  # of the first root alone
     narrow: list[str] = dataclasses.field(default_factory=list)  # constant buffers whose values a narrow dtype rounds
+    crossed: list[Crossed] = dataclasses.field(default_factory=list)  # of all roots; those of the first have them
 
 
 @dataclasses.dataclass

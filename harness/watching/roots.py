@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from shardproof.harness.watching import script
+from shardproof.harness.watching.boundary import Boundary
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import (
     as_list,
@@ -66,11 +67,13 @@ class Family:
     Attributes:
         steps: how many steps of optimizers there were.
         kinds: the classes of the models that the first of them stepped, if no root had been found before it.
+        boundary: the inputs and outputs of all roots, which stages of a pipeline send to each other.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.kinds: list[str] = []
+        self.boundary = Boundary()
         self._looked_at: tuple[int, Collection[int], weakref.WeakSet[nn.Module]] = (-1, (), weakref.WeakSet())
         #: Of wrapped modules what stands for their values when they were first called.
         self._values: weakref.WeakKeyDictionary[nn.Module, list[torch.Tensor]] = weakref.WeakKeyDictionary()

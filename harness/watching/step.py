@@ -23,7 +23,7 @@ from shardproof.harness.tensors.fingerprints import host_rows, on_host
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching.gathered import Gathered
-from shardproof.harness.watching.labels import Compared, Tokens, rows_of, varies
+from shardproof.harness.watching.labels import Compared, Tokens, columns_of, rows_of, varies
 from shardproof.harness.watching.left import Left, StepCounts
 from shardproof.harness.watching.model import Model
 from shardproof.harness.watching.names import name_of, number_of, readable_of
@@ -52,6 +52,9 @@ from shardproof.harness.watching.updates import Updates
 #: Tensors with a NaN that a record lists; the first is what matters.
 _MOST_NOT_FINITE = 8
 
+#: Of how many forwards of a step columns of inputs are read.
+_MOST_OF_COLUMNS = 8
+
 
 class _Batch(NamedTuple):
     """The inputs of a forward.
@@ -60,6 +63,7 @@ class _Batch(NamedTuple):
         hashes: what stands for each tensor among them, and whether it varies, in turns; on its device.
         kinds: the dtype and the shape of each.
         parts: what stands for the rows of each; on its device.
+        columns: the same of its columns.
         rows: the size of the first dimension of the first.
         backwards: how many backward passes there were before.
         asks: whether user code asks for the gradient of one of them.
@@ -68,6 +72,7 @@ class _Batch(NamedTuple):
     hashes: list[torch.Tensor]
     kinds: list[str]
     parts: list[torch.Tensor]
+    columns: list[torch.Tensor]
     rows: int
     backwards: int
     asks: bool
@@ -120,8 +125,9 @@ class Forwards:
             self.tokens.take(found)
             rows = found[0].size(0) if found[0].ndim else 0
             parts = [rows_of(tensor, rows) for tensor in found]
+            columns = [columns_of(tensor, rows) for tensor in (found if len(self._batches) < _MOST_OF_COLUMNS else ())]
             asks = any(tensor.requires_grad for tensor in found)
-            self._batches.append(_Batch(hashes, kinds, parts, rows, backwards, asks))
+            self._batches.append(_Batch(hashes, kinds, parts, columns, rows, backwards, asks))
         return found
 
     def take_divided(self, inputs: Any) -> None:
@@ -141,9 +147,10 @@ class Forwards:
         hashes = iter(host_rows([one for batch in self._batches for one in batch.hashes]))
         inputs = []
         for one in self._batches:
+            columns = [tuple(own.tolist()) for own in one.columns] or [()] * len(one.kinds)
             tensors = tuple(
-                Argument(next(hashes), kind, varies := bool(next(hashes)), tuple(rows.tolist()) if varies else ())
-                for kind, rows in zip(one.kinds, one.parts, strict=True)
+                Argument(next(hashes), kind, varies := bool(next(hashes)), tuple(rows.tolist()) if varies else (), own)
+                for kind, rows, own in zip(one.kinds, one.parts, columns, strict=True)
             )
             batch = sum((number + 1) * each.bits for number, each in enumerate(tensors))
             inputs.append(Inputs(batch, one.rows, one.backwards, tensors))

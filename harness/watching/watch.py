@@ -168,6 +168,8 @@ class Watch:
         if not self.model.roots:
             self.watch_optimizers()
             self._hooks.patches.enter_context(calls.observed(self))
+            if self.family.is_first(self):
+                self.model.crossed = self.family.boundary.take
         for name, module in self.model.add(root, self.family.parameters(but=self)):
             # Last of all hooks: the implementation has gathered by then, and has not freed yet what it will.
             before = Hook(functools.partial(self._before_module, name, module is root))
@@ -344,15 +346,24 @@ class Watch:
                 self._hooks.tensors.find(name, module, self.model)
         if not is_seen:
             return
-        for tensor in readable_of(output) if self._takes.digests else ():
-            self._now.finite.add_output(f"output of {name or 'the model'!r}", tensor)
+        if self._takes.digests:
+            self._take_outputs(name, list(readable_of(output)), is_outermost=is_root and not self._forward.depth)
         # A wrapper returns what its module returns; outside of a forward of the root modules compute once more.
         if self._takes.modules and (is_root or self._forward.depth) and inner_of(module) is None:
             self._emit_outputs(name, output)
 
+    def _take_outputs(self, name: str, tensors: Sequence[torch.Tensor], *, is_outermost: bool) -> None:
+        for tensor in tensors:
+            self._now.finite.add_output(f"output of {name or 'the model'!r}", tensor)
+        if is_outermost and self._sees:
+            self.family.boundary.take_outputs(tensors)
+
     def _take_batch(self, inputs: Any) -> None:
         forwards = self._now.forwards
-        for index, tensor in enumerate(forwards.take_batch(inputs, self._now.backwards.count)):
+        tensors = forwards.take_batch(inputs, self._now.backwards.count)
+        if self._takes.digests:
+            self.family.boundary.take_inputs(tensors)
+        for index, tensor in enumerate(tensors):
             self._takes.emit(Stage.INPUT, tensor, _place(tensor), microbatch=forwards.count - 1, index=index)
 
     def _emit_outputs(self, name: str, output: Any) -> None:
@@ -374,6 +385,7 @@ class Watch:
         scalars = [one for one in tensors if isinstance(one, torch.Tensor) and one.numel() == 1]
         if now.forwards.count or now.finite:  # else it is of another model, and nothing of it is kept
             self._note_left()
+        self.family.boundary.begin_backward(tensors)
         self._now.drops.begin_backward(self._now.backwards.count)
         self._now.losses.begin_backward(scalars)
         for index, tensor in enumerate(scalars):
