@@ -47,15 +47,21 @@ def _mixed(starts: Sequence[Start], ranks: Sequence[int]) -> Iterator[tuple[str,
     """
     kept: dict[str, dict[int, Sharding]] = {}
     for name in starts[ranks[0]].built.sharded:
-        held = {rank: one for rank in ranks if (one := starts[rank].built.sharded.get(name)) is not None}
-        are_of_ranks = len(held) == len(ranks) and {_ranks_of(starts[rank], name) for rank in held} == {tuple(ranks)}
-        if are_of_ranks and _are_apart(held) and False not in [one.is_kept for one in held.values()]:
+        held = _held(starts, name, ranks)
+        if _are_apart(held) and False not in [one.is_kept for one in held.values()]:
             kept[name] = held
     having = {rank for held in kept.values() for rank, one in held.items() if one.is_kept}
     for name, held in kept.items():
         parts = {rank: one for rank, one in held.items() if rank in having}
         if _are_apart(parts):
             yield name, parts
+
+
+def _held(starts: Sequence[Start], name: str, ranks: Sequence[int]) -> dict[int, Sharding]:
+    """Return what these ranks had of a parameter; nothing where others divide it."""
+    held = {rank: one for rank in ranks if (one := starts[rank].built.sharded.get(name)) is not None}
+    are_all = len(held) == len(ranks) and {_ranks_of(starts[rank], name) for rank in held} == {tuple(ranks)}
+    return held if are_all else {}
 
 
 def _are_apart(held: Mapping[int, Sharding]) -> bool:
