@@ -42,8 +42,8 @@ OF_OBJECTS = {
         "_collate_fn", "_dataset", "_index_sampler", "_num_workers", "_num_yielded", "_sampler_iter",
     },
     "of the flat parameters of FSDP1, which the table has": {
-        "_fqns", "_is_padding_mask", "_numels_with_padding", "_params", "_shard_param_infos", "_shared_param_infos",
-        "_sharded_size",
+        "_fqns", "_is_padding_mask", "_numels_with_padding", "_param_infos", "_params", "_shard_param_infos",
+        "_shared_param_infos", "_sharded_size",
     },
     "not torch's: of Python, pytest, execnet, hypothesis, DeepSpeed and torchtitan": {
         "_DummyThread", "_anonymous", "_args_from_interpreter_flags", "_children", "_exit", "_fields", "_forkserver",

@@ -230,12 +230,14 @@ CHECKS = _by_code([
          _STATES + "frozen and stepped"),
     Code(BUFFERS, "replicas-have-equal-buffers",
          "buffers that are equal on data-parallel ranks when training begins are equal when each step begins (a note; "
-         "statistics of torch's own modules may differ)",
-         "reduce the values that update the buffer over the data-parallel ranks", _STATES + "router by rank"),
+         "statistics of torch's own modules may differ); no rank has zeros or NaN in a buffer or a tensor of a module "
+         "that never changes, where others have one table of values (a note of other constants that differ)",
+         "reduce the values that update the buffer over the data-parallel ranks; fill constants on each rank",
+         _STATES + "router by rank"),
     Code(INITIAL, "initial-values-are-of-one-model",
-         "no parameter is a mixture of values that differed between ranks before `fully_shard()` (a note where each "
-         "rank may have drawn its own)",
-         "load on each rank before `fully_shard()`, or broadcast the values of one rank after it",
+         "no parameter is a mixture of values that differed between ranks before `fully_shard()` or "
+         "`FullyShardedDataParallel` (a note where each rank may have drawn its own)",
+         "load on each rank before sharding, or broadcast the values of one rank after it",
          _STATES + "loaded by one rank"),
     Code(RECOMPUTED, "recomputations-repeat-random-numbers",
          "a recomputation in backward draws the random numbers of its forward (a note of modules of user code, and of "

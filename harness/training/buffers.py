@@ -49,7 +49,7 @@ def check_constants_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]
         return
     last = records[-1]
     for ranks in _peers(last):
-        names = [name for name in last.starts[ranks[0]].constants if _is_constant_apart(records, name, ranks)]
+        names = [name for name in last.starts[ranks[0]].built.constants if _is_constant_apart(records, name, ranks)]
         empty = {name: found for name in names if (found := _empty_on(last, name, ranks))}
         for on in dict.fromkeys(empty.values()):
             yield _of_empty(last, ranks, on, [name for name, one in empty.items() if one == on])
@@ -59,17 +59,19 @@ def check_constants_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]
 
 def _is_constant_apart(records: Sequence[Evidence], name: str, ranks: Sequence[int]) -> bool:
     """Whether a tensor of many elements differs between ranks, and does not change on any."""
-    last, owner = records[-1], name.rpartition(".")[0]
-    held = [last.starts[rank].constants.get(name) for rank in ranks]
-    sizes = {None if one is None else one.numel for one in held}
-    if len(sizes) > 1 or None in sizes or (held[0] is not None and held[0].numel < _FEW):
+    held = [records[-1].starts[rank].built.constants.get(name) for rank in ranks]
+    sizes = [0 if one is None else one.numel for one in held]
+    if min(sizes) < _FEW or len(set(sizes)) > 1 or not _is_of_all(records[-1], name.rpartition(".")[0], ranks):
         return False
-    idle = {one for rank in ranks for one in last.records[rank].modules.idle}
-    divided = {one.rpartition(".")[0] for one in (*last.parts, *last.ignored)}
-    if owner in divided or any(owner == one or owner.startswith(f"{one}.") for one in idle if one):
-        return False
-    steps = [[_bits(one, name, rank) for rank in ranks] for one in records]
-    return None not in steps[0] and len(set(steps[0])) > 1 and all(one == steps[0] for one in steps)
+    first, *rest = ([_bits(one, name, rank) for rank in ranks] for one in records)
+    return None not in first and len(set(first)) > 1 and all(one == first for one in rest)
+
+
+def _is_of_all(evidence: Evidence, owner: str, ranks: Sequence[int]) -> bool:
+    """Whether forwards call a module, of which no rank has a part of its own."""
+    idle = {one for rank in ranks for one in evidence.records[rank].modules.idle}
+    divided = {name.rpartition(".")[0] for name in (*evidence.parts, *evidence.ignored)}
+    return owner not in divided and not any(f"{owner}.".startswith(f"{one}.") for one in idle if one)
 
 
 def _bits(evidence: Evidence, name: str, rank: int) -> Bits | None:
@@ -79,7 +81,7 @@ def _bits(evidence: Evidence, name: str, rank: int) -> Bits | None:
 
 def _empty_on(evidence: Evidence, name: str, ranks: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks on which a tensor is zeros or not a number, where others have one table; none without these."""
-    held = {rank: evidence.starts[rank].constants[name] for rank in ranks}
+    held = {rank: evidence.starts[rank].built.constants[name] for rank in ranks}
     empty = tuple(rank for rank, one in held.items() if one.is_zero or one.has_nan)
     others = [rank for rank in ranks if rank not in empty]
     is_one = len({_bits(evidence, name, rank) for rank in others}) == 1
@@ -87,7 +89,7 @@ def _empty_on(evidence: Evidence, name: str, ranks: Sequence[int]) -> tuple[int,
 
 
 def _of_empty(evidence: Evidence, ranks: Sequence[int], on: Sequence[int], names: list[str]) -> DoctorFinding:
-    held = evidence.starts[on[0]].constants[names[0]]
+    held = evidence.starts[on[0]].built.constants[names[0]]
     others = [rank for rank in ranks if rank not in on]
     lines = [
         f"{listed(names)}: {'zeros' if held.is_zero else 'not a number'} on {ranks_of(on)}, a table of values on "

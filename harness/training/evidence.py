@@ -13,7 +13,6 @@ from shardproof.harness.judging.signatures import fit
 from shardproof.harness.tensors.fingerprints import Box, K
 from shardproof.harness.tensors.layouts import Layout
 from shardproof.harness.watching.assembly import Held, full_sketch
-from shardproof.harness.watching.constants import Constant
 from shardproof.harness.watching.records import Bits, Gradient, GradientRecord, Groups, Reducers, StepRecord
 from shardproof.harness.watching.roots import RootName
 from shardproof.harness.watching.ties import Built
@@ -39,7 +38,6 @@ class Start:
         name: how user code names the model.
         varied: the DTensors of whose local shard not all rows are equal, each with the device type of its mesh.
         has_more: whether optimizers have parameters of other models.
-        constants: its buffers and plain tensors that forwards read.
     """
 
     groups: Groups
@@ -57,7 +55,6 @@ class Start:
     name: RootName = dataclasses.field(default_factory=RootName)
     varied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_more: bool = False
-    constants: Mapping[str, Constant] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

@@ -19,7 +19,7 @@ OTHER_NORM = "the norm is not the norm of all gradients"
 _NUMBER = 8
 
 
-class Scale(NamedTuple):
+class Scaling(NamedTuple):
     """By what a rank's gradients are multiplied between backward and the step.
 
     Attributes:
@@ -63,7 +63,7 @@ def check_norm(evidence: Evidence, *, is_local: bool = False) -> Iterator[Doctor
                 return
 
 
-def _of_scales(evidence: Evidence, scales: Sequence[Scale], local: Sequence[float], true: float) -> DoctorFinding:
+def _of_scales(evidence: Evidence, scales: Sequence[Scaling], local: Sequence[float], true: float) -> DoctorFinding:
     """Make the finding of ranks that scale gradients differently; by the norms of what each holds, or by others."""
     count = len(scales)
     listed_scales = ", ".join(f"{one.value:.4g}" for one in scales[:8])
@@ -99,7 +99,7 @@ def _other_norm(evidence: Evidence, call: NormCall, rank: int, local: float, tru
     return ""
 
 
-def _why_scaled(evidence: Evidence, scales: Sequence[Scale]) -> str:
+def _why_scaled(evidence: Evidence, scales: Sequence[Scaling]) -> str:
     """Say by what ranks scale gradients differently, if it is what they count in the loss."""
     counts = [sum(count for count, _ in record.losses.tokens) for record in evidence.records]
     if min(counts) > 0 and len(set(counts)) > 1 and _are_one(scales, counts):
@@ -180,7 +180,7 @@ def _is_round(value: float) -> bool:
     return abs(float(f"{value:.2g}") / value - 1) < numerics.ROUND
 
 
-def scale_of(evidence: Evidence, rank: int) -> Scale | None:
+def scale_of(evidence: Evidence, rank: int) -> Scaling | None:
     """Return by what a rank's gradients were multiplied between backward and the step; None if not by one number."""
     own, factors = evidence.gradients[rank], []
     #: By the spacing of their dtype, gradients before and after, which say the more of the scale the less it is.
@@ -204,7 +204,7 @@ def scale_of(evidence: Evidence, rank: int) -> Scale | None:
     return _scale_of_all(found[min(found)])
 
 
-def _scale_of_all(pairs: Sequence[tuple[Gradient, Gradient]]) -> Scale | None:
+def _scale_of_all(pairs: Sequence[tuple[Gradient, Gradient]]) -> Scaling | None:
     """Return the scale of gradients of one dtype before and after, by their norms, of which rounding moves the least.
 
     The factor of sketches is off by the part of the rounding of all elements that eight numbers have of it.
@@ -213,19 +213,19 @@ def _scale_of_all(pairs: Sequence[tuple[Gradient, Gradient]]) -> Scale | None:
     numel = sum(one.fingerprint.numel for _, one in pairs)
     dtype = max((one.dtype for pair in pairs for one in pair), key=numerics.rounding)
     once = numerics.rounding(dtype, numel, after)
-    return Scale(after / before, numerics.ROUNDINGS_OF_A_SCALE * once) if after else None
+    return Scaling(after / before, numerics.ROUNDINGS_OF_A_SCALE * once) if after else None
 
 
 def _spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / max(values) if max(values) else 0.0
 
 
-def _rounding(scales: Sequence[Scale]) -> float:
+def _rounding(scales: Sequence[Scaling]) -> float:
     """By which part of them the two scales whose rounding is largest may be apart."""
     return sum(sorted(one.rounding for one in scales)[-2:])
 
 
-def _are_one(scales: Sequence[Scale], each: Sequence[float]) -> bool:
+def _are_one(scales: Sequence[Scaling], each: Sequence[float]) -> bool:
     """Whether the products of scales with a number of each rank are equal, so that these are what ranks scale by."""
     products = [scale.value * one for scale, one in zip(scales, each, strict=True)]
     return _spread(products) <= numerics.SAME_NORM + _rounding(scales)

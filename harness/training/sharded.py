@@ -47,16 +47,25 @@ def _mixed(starts: Sequence[Start], ranks: Sequence[int]) -> Iterator[tuple[str,
     """
     kept: dict[str, dict[int, Sharding]] = {}
     for name in starts[ranks[0]].built.sharded:
-        held = {rank: one for rank in ranks if (one := starts[rank].built.sharded.get(name)) is not None}
-        are_of_ranks = len(held) == len(ranks) and all(_ranks_of(starts[rank], name) == tuple(ranks) for rank in held)
-        is_changed = any(one.is_kept is False for one in held.values())
-        if are_of_ranks and not is_changed and len({one.bits for one in held.values()}) > 1:
+        held = _held(starts, name, ranks)
+        if _are_apart(held) and False not in [one.is_kept for one in held.values()]:
             kept[name] = held
     having = {rank for held in kept.values() for rank, one in held.items() if one.is_kept}
     for name, held in kept.items():
         parts = {rank: one for rank, one in held.items() if rank in having}
-        if len({one.bits for one in parts.values()}) > 1:
+        if _are_apart(parts):
             yield name, parts
+
+
+def _held(starts: Sequence[Start], name: str, ranks: Sequence[int]) -> dict[int, Sharding]:
+    """Return what these ranks had of a parameter; nothing where others divide it."""
+    held = {rank: one for rank in ranks if (one := starts[rank].built.sharded.get(name)) is not None}
+    are_all = len(held) == len(ranks) and {_ranks_of(starts[rank], name) for rank in held} == {tuple(ranks)}
+    return held if are_all else {}
+
+
+def _are_apart(held: Mapping[int, Sharding]) -> bool:
+    return len({one.bits for one in held.values()}) > 1
 
 
 def _is_constant_on_some(held: Mapping[int, Sharding]) -> bool:

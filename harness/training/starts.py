@@ -1,5 +1,6 @@
 """Makes the start of each root on this rank, from its model and what arguments of the doctor say of models."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -79,9 +80,11 @@ class Starts:
             constant=_constant(parameters), seed=torch.initial_seed(),
             buffers=bits_on_host(model.bits_of_buffers()),
             ties=tuple(model.tied()),
-            built=Built() if self._registered is None else self._registered.built(roots),
+            built=dataclasses.replace(
+                Built() if self._registered is None else self._registered.built(roots), constants=constants_of(roots)
+            ),
             varied=varied_in(parameters), name=RootName(kind_of(unwrapped(roots[0])).__name__, call),
-            has_more=has_more, constants=constants_of(roots),
+            has_more=has_more,
         )  # fmt: skip
 
     def ties(self, roots: Sequence[nn.Module]) -> list[tuple[str, ...]]:

@@ -97,6 +97,13 @@ class _Seen(NamedTuple):
     shard: torch.Tensor | None
     ranks: tuple[int, ...] = ()
 
+    def sharding(self, bits: Bits, is_kept: bool | None) -> Sharding:
+        """Return what is told of it."""
+        full = self.full
+        is_constant = full.size > 0 and bool(full.ends[0] == full.ends[1])
+        by = FLAT if self.ranks else FULLY_SHARD
+        return Sharding(bits, full.size, is_constant, full.writes, is_kept, self.ranks, by)
+
 
 class Shardings:
     """Notes the parameters that FSDP2 and FSDP1 shard; :meth:`close` ends it.
@@ -127,21 +134,12 @@ class Shardings:
         """Return what is known of the parameters of these roots, by canonical name."""
         held = {id(one) for root in roots for _, one in parameters_of(root)}
         names = {id(module): name for root in roots for name, module in modules_of(root)}
-        known = {
-            f"{names[owner]}.{last}" if names[owner] else last: one
-            for (owner, last), one in self._seen.items()
-            if owner in names and id(one.held()) in held
-        }
+        mine = {key: one for key, one in self._seen.items() if key[0] in names}
+        known = {f"{names[owner]}.{last}".removeprefix("."): one for (owner, last), one in mine.items()}
+        known = {name: one for name, one in known.items() if id(one.held()) in held}
         before = bits_on_host({name: one.full.bits for name, one in known.items()})
-        was = bits_on_host({name: one.shard for name, one in known.items() if one.shard is not None})
-        now = bits_on_host({name: bits for name in was if (bits := _bits_of(known[name].held())) is not None})
-        return {
-            name: Sharding(
-                before[name], full.size, bool(full.size and full.ends[0] == full.ends[1]), full.writes,
-                now.get(name) == was[name] if name in was else None, ranks, FLAT if ranks else FULLY_SHARD,
-            )
-            for name, (_, full, _, ranks) in known.items()
-        }  # fmt: skip
+        are_kept = _are_kept(known)
+        return {name: one.sharding(before[name], are_kept.get(name)) for name, one in known.items()}
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -200,6 +198,13 @@ class Shardings:
                     held = owner._parameters.get(last)
                     held = handle.flat_param if held is None else held
                     self._seen[id(owner), last] = _Seen(weakref.ref(held), full, _bits_of(held), ranks)
+
+
+def _are_kept(known: Mapping[str, _Seen]) -> dict[str, bool]:
+    """Return whether shards with elements have the bits that they had."""
+    was = bits_on_host({name: one.shard for name, one in known.items() if one.shard is not None})
+    now = bits_on_host({name: bits for name in was if (bits := _bits_of(known[name].held())) is not None})
+    return {name: now.get(name) == bits for name, bits in was.items()}
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from shardproof.harness.watching.constants import Constant
 from shardproof.harness.watching.names import modules_of
 from shardproof.harness.watching.sharding import Sharding, Shardings
 
@@ -17,19 +18,21 @@ _Place = tuple[weakref.ref[nn.Module], str]
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """Changes of parameters since the model was built, by their canonical names.
+    """Changes of parameters since the model was built, and constants that it has, by their canonical names.
 
     Attributes:
         thawed: those that require a gradient, and have replaced ones that did not.
         untied: the pairs that were one parameter until user code replaced one of the two, which may be meant.
         sharded: what each was when FSDP2 or FSDP1 sharded it.
         draws_alike: whether ranks may have drawn random numbers of DTensors alike; see :class:`sharding.Shardings`.
+        constants: buffers and plain tensors that forwards read.
     """
 
     thawed: tuple[str, ...] = ()
     untied: tuple[tuple[str, ...], ...] = ()
     sharded: Mapping[str, Sharding] = dataclasses.field(default_factory=dict)
     draws_alike: bool = True
+    constants: Mapping[str, Constant] = dataclasses.field(default_factory=dict)
 
 
 class _Pair:

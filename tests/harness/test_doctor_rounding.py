@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from shardproof.harness.judging import numerics
 from shardproof.harness.parity.rank import Rank
 from shardproof.harness.training.invariants import check_replicas
-from shardproof.harness.training.norms import Scale, check_norm, scale_of
+from shardproof.harness.training.norms import Scaling, check_norm, scale_of
 from shardproof.testing import world
 from tests.harness.test_doctor_checks import EVERY, Made, gradient
 from tests.harness.test_doctor_loops import FLAT, STEPS, perceptron, reduces_by_hand, titles
@@ -228,7 +228,7 @@ def test_a_scale_is_that_of_the_widest_dtype():
         wide = gradient(made.mean("b", rank)[slice(*made.rows("b", rank))], made.box("b", rank))
         made.gradients[rank].after_backward["b"] = wide
     of_wide = scale_of(made.evidence(), 0)
-    assert of_wide == Scale(pytest.approx(0.961, rel=1e-7), pytest.approx(2.0**-23, rel=1e-3))
+    assert of_wide == Scaling(pytest.approx(0.961, rel=1e-7), pytest.approx(2.0**-23, rel=1e-3))
 
 
 def test_small_numbers_are_rounded_by_more():
