@@ -64,7 +64,7 @@ def _of_again(ranks: Sequence[Division], classes: Sequence[Sequence[int]]) -> It
         f"sampler divides them among {first.parts}: about {unread} of {rows} rows are read on no rank in an epoch"
     ]
     mend = "give the sampler the data set of all ranks, or give each rank's part a sampler without ranks"
-    lines.append(mend if of_indices else f"meant, as where each rank draws rows at random? else {mend}")
+    lines.append(mend if of_indices else f"meant, as where each rank makes rows of its own? else {mend}")
     yield DoctorFinding((codes.ROWS,), "", first.step, DIVIDED_AGAIN, tuple(lines), is_note=not of_indices)
 
 

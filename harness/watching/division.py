@@ -49,7 +49,8 @@ class Division:
         part: the number of the one that this rank reads.
         rows: of the data set.
         indices: by the place of a Subset numbers for the rows that it has of its data set, the least of all.
-        content: by the place of a list or tensor of different rows numbers for these rows, the least of all.
+        content: by the place of a list or tensor of different rows, which the rank has not drawn at random, numbers
+            for these rows, the least of all.
         step: how many steps the leading optimizer had made at the first index.
     """
 
@@ -92,7 +93,9 @@ def _read(
     for name, value in [("", data)] if isinstance(data, (list, tuple, torch.Tensor)) else _columns(data):
         if isinstance(value, Dataset):
             _read(value, f"{place}.{name}", indices, content, depth + 1)
-        elif (numbers := _numbers(value)) is not None and 2 * len(numbers.unique()) > len(numbers):
+        elif (
+            _is_loaded(value) and (numbers := _numbers(value)) is not None and 2 * len(numbers.unique()) > len(numbers)
+        ):
             content[f"{place}.{name}"] = _least(numbers)
 
 
@@ -108,6 +111,22 @@ def _columns(data: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_table(value: Any) -> bool:
     return isinstance(value, (Dataset, list, tuple, torch.Tensor)) or _is_array(value)
+
+
+def _is_loaded(value: Any) -> bool:
+    """Whether rows are no drawn ones: lists with texts, and tensors that are a part of a larger one."""
+    if isinstance(value, torch.Tensor):
+        return value.layout is torch.strided and value.untyped_storage().nbytes() > value.numel() * value.element_size()
+    if _is_array(value):
+        return value.dtype.kind in "SU" or getattr(value.base, "nbytes", 0) > value.nbytes
+    return bool(value) and _has_text(value[0], 0)
+
+
+def _has_text(row: Any, depth: int) -> bool:
+    inside = list(row.values()) if type(row) is dict else _inside(row)
+    if inside is None or depth >= _DEPTH_OF_ROW:
+        return isinstance(row, (str, bytes))
+    return any(_has_text(one, depth + 1) for one in inside[:_READ_ELEMENTS])
 
 
 def _size_of(value: Any) -> int:
