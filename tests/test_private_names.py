@@ -36,7 +36,7 @@ OF_OBJECTS = {
     "a documented member of a public enumeration": {"_HYBRID_SHARD_ZERO2"},
     "of schedulers that are made of others, which say nothing without it": {"_schedulers"},
     "of nodes of a graph of autograd, which say nothing without them": {
-        "_forward_cls", "_saved_other", "_saved_reduction",
+        "_forward_cls", "_saved_other", "_saved_pad", "_saved_reduction",
     },
     "of what iterates over a loader, which the table has": {
         "_collate_fn", "_dataset", "_index_sampler", "_num_workers", "_num_yielded", "_sampler_iter",

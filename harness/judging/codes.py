@@ -194,7 +194,8 @@ CHECKS = _by_code([
          "gradients",
          "clip by the norm over all ranks, once gradients are unscaled", _INCIDENTS + "g06_local_norm"),
     Code(REDUCED_ONCE, "gradients-are-reduced-once",
-         "each gradient is one factor times the sum of the gradients that all ranks computed from all microbatches",
+         "each gradient is one factor times the sum of the gradients that all ranks computed from all microbatches (a "
+         "note where steps begin to have more microbatches, and the loss of each has the factor of before)",
          "see its signature", _INCIDENTS + "g02_no_sync"),
     Code(ONE_FACTOR, "one-factor",
          "all parameters have the same factor (a note where a whole class of modules has another one, as in muP, and "
@@ -285,16 +286,16 @@ CHECKS = _by_code([
          _DATA + "rolled"),
     Code(FOLLOWERS, "copies-follow-the-model",
          "copies of a root that no optimizer steps (a moving average, a teacher, a target) are alike on ranks whose "
-         "parameters are equal, and are written once in a step, in a dtype that has room for the update (notes but for "
-         "copies that each rank drew)",
+         "parameters are equal, are written on all ranks that have shards of them, and once in a step, in a dtype that "
+         "has room for the update (notes but for copies that each rank drew)",
          "copy the parameters once they are equal on all ranks, in float32, and write the copy after the step",
          _FOLLOWERS + "teacher before the broadcast"),
     Code(CROSSINGS, "collectives-have-their-adjoint",
          "the backward of a collective in a `torch.autograd.Function` has the gradients that other ranks have for what "
-         "the rank sent (a note); for each microbatch that a pipeline stage sends, its backward has the gradient that "
-         "the next stage computes for this microbatch",
-         "sum the gradients over the ranks in backward, and take the rank's part of the sum; keep microbatches of a "
-         "pipeline in the order of their gradients",
+          "the rank sent, and padding of what is gathered takes no part in the loss (notes); for each microbatch that a "
+          "pipeline stage sends, its backward has the gradient that the next stage computes for this microbatch",
+          "sum the gradients over the ranks in backward, and take the rank's part of the sum; keep microbatches of a "
+          "pipeline in the order of their gradients",
          _FOLLOWERS + "gather takes its slice"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""

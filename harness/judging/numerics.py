@@ -68,6 +68,9 @@ MICROBATCHES_APART = 1e-4
 #: cosine on a movement is one toward the original.
 COPY_IS_LIKE, COPY_IS_UNLIKE, COPY_FOLLOWS = 0.5, 0.3, 0.9
 
+#: From which cosine on a movement is a part of the way, and by which part of each other parts of it differ.
+COPY_FOLLOWS_BY, COPY_RATES_DIFFER = 0.9999, 0.1
+
 # Of values that a load has changed.
 
 #: Of their size the least by which it changes them; of this change the most that is left where a step undoes it, and

@@ -70,6 +70,16 @@ def _pending(mesh: DeviceMesh, placements: tuple[Placement, ...], at: tuple[int,
     return tuple(sorted(ranks)) if len(ranks) > 1 else ()  # the sum of one rank is made
 
 
+def sharers_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the global ranks that have the parts of one replica of a DTensor; empty where the rank has all of it."""
+    if not isinstance(tensor, DTensor) or (at := tensor.device_mesh.get_coordinate()) is None:
+        return ()
+    pairs = zip(tensor.placements, at, strict=True)
+    index = tuple(own if isinstance(one, (Replicate, Partial)) else slice(None) for one, own in pairs)
+    ranks = tuple(sorted(tensor.device_mesh.mesh[index].flatten().tolist()))
+    return ranks if len(ranks) > 1 else ()
+
+
 def part_of(full: torch.Tensor, box: Box) -> torch.Tensor:
     """Return the elements of a full tensor that a box has, in their order: a view where they are one block."""
     if box.flat is not None:

@@ -1,12 +1,12 @@
-"""Do loss scalers, schedulers and state dicts do what they are called for? (D24 to D28)"""
+"""Do loss scalers, schedulers and state dicts do what they are called for? (D11, D24 to D28)"""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from shardproof.harness.judging import codes
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.training.evidence import Evidence
 from shardproof.harness.training.findings import DoctorFinding, count_of, listed
-from shardproof.harness.watching.records import ActRecord, Idle, Missed
+from shardproof.harness.watching.records import ActRecord, Idle, Missed, Windows
 
 #: The title of the finding that explains gradients which are no sum of what ranks computed.
 DIVIDED = "gradients are unscaled again"
@@ -20,6 +20,7 @@ def check_acts(evidence: Evidence) -> Iterator[DoctorFinding]:
     yield from check_loads({one.rank: one.modules.acts for one in evidence.records}, evidence.step)
     yield from _check_paced(evidence)
     yield from _check_levelled(evidence)
+    yield from _check_windows(evidence)
 
 
 def _check_divided(evidence: Evidence) -> Iterator[DoctorFinding]:
@@ -157,6 +158,47 @@ def _check_levelled(evidence: Evidence) -> Iterator[DoctorFinding]:
         )
         title = "groups of different learning rates step by one"
         yield DoctorFinding((codes.STANDS,), "", evidence.step, title, lines, is_note=True)
+
+
+def _check_windows(evidence: Evidence) -> Iterator[DoctorFinding]:
+    """D11: note steps with more microbatches than before, of which each has a loss by the same factor."""
+    grown = [_grown(record.modules.acts.windows) for record in evidence.records]
+    if grown and all(one is not None for one in grown) and len(set(grown)) == 1 and grown[0] is not None:
+        first, last, factor = grown[0]
+        times, loss = f"{last / first:.3g}", "a mean" if factor == 1 else f"a mean times {factor:.4g}"
+        lines = (
+            f"steps had {count_of(first, 'backward pass', 'backward passes')}, and have {last} now; the loss of each "
+            f"is {loss}, as before, and nothing divides the gradients: they are a sum that is {times} times as large",
+            f"meant, as for a loss of other data, or where the learning rate falls by {times}? else divide the loss by "
+            "the number of microbatches of its step",
+        )
+        title = "the loss is not divided by a growing number of microbatches"
+        yield DoctorFinding((codes.REDUCED_ONCE,), codes.SCALED, evidence.step, title, lines, is_note=True)
+
+
+def _grown(windows: Sequence[Windows]) -> tuple[int, int, float] | None:
+    """Return the first and the last number of passes where it only grows and their factor stays; else None.
+
+    A number that another one follows at each step, as that of episodes, is no plan; a smaller one for one step is that
+    of a last window of an epoch.
+    """
+    kept = _without_ends(windows)
+    passes = [one.passes for one in kept]
+    if len(set(passes)) < 2 or passes != sorted(passes) or not all(one.is_as_computed for one in kept):
+        return None
+    factor = kept[0].factor
+    if factor is None or len({(one.factor, one.kind) for one in kept}) > 1:
+        return None
+    is_plan = kept[-1].steps > 1 and (kept[0].steps > 1 or len(set(passes)) > 2)
+    return (passes[0], passes[-1], factor) if is_plan else None
+
+
+def _without_ends(windows: Sequence[Windows]) -> list[Windows]:
+    kept: list[Windows] = []
+    for one in windows:
+        if not (kept and one.steps == 1 and one.passes < kept[-1].passes):
+            kept.append(one)
+    return kept
 
 
 def _a(kind: str) -> str:

@@ -24,7 +24,7 @@ def check_followers_ever(records: Sequence[Evidence]) -> Iterator[DoctorFinding]
 
 def check_followers(seen: Mapping[int, Sequence[Follower]], step: int) -> Iterator[DoctorFinding]:
     """Judge the followers that ranks have seen by a step."""
-    found: list[DoctorFinding] = []
+    found: list[DoctorFinding] = list(_of_shards(seen, step))
     for members in _by_key(seen):
         if _is_one(members):
             of_ranks = list(_of_ranks(members, step))
@@ -41,16 +41,27 @@ def check_followers_later(before: Evidence, look: Evidence) -> Iterator[DoctorFi
         before: the last of the watched steps.
     """
     then, now = ({one.rank: one.modules.beside.followers for one in step.records} for step in (before, look))
-    alike = {
-        next(iter(members.values())).key
-        for members in _by_key(then)
-        if len(members) > 1 and not _differ({rank: one.looks[-1] for rank, one in members.items()})
-    }
+    alike = _alike(then)
     for members in _by_key(now):
         is_known = len(members) > 1 and next(iter(members.values())).key in alike and _is_one(members)
         if is_known and len({len(one.looks) for one in members.values()}) == 1:
-            since = {rank: dataclasses.replace(one, looks=one.looks[-1:]) for rank, one in members.items()}
+            since = {rank: _since_last(one) for rank, one in members.items()}
             yield from _of_last(since, look.step)
+    if not any(True for _ in _of_shards(then, before.step)):
+        yield from _of_shards({rank: [*map(_since_last, some)] for rank, some in now.items()}, look.step)
+
+
+def _alike(seen: Mapping[int, Sequence[Follower]]) -> set[tuple[str, str, str]]:
+    """Return the keys of followers that several ranks have, which did not differ at the last look."""
+    return {
+        next(iter(members.values())).key
+        for members in _by_key(seen)
+        if len(members) > 1 and not _differ({rank: one.looks[-1] for rank, one in members.items()})
+    }
+
+
+def _since_last(one: Follower) -> Follower:
+    return dataclasses.replace(one, looks=one.looks[-1:])
 
 
 def _by_key(seen: Mapping[int, Sequence[Follower]]) -> Iterator[_OfRanks]:
@@ -157,6 +168,74 @@ def _not_written(members: _OfRanks, written: Sequence[int], used: Sequence[int],
         "meant, as where the copy is fixed on these ranks? else write it on all ranks",
     ]
     return _found(step, "copies of the model are written on some ranks only", lines, codes.APART)
+
+
+# Shards -----------------------------------------------------------------------------------------
+
+
+def _of_shards(seen: Mapping[int, Sequence[Follower]], step: int) -> Iterator[DoctorFinding]:
+    """Yield what is wrong where the ranks that have the shards of one copy do not write all of them alike."""
+    for of_ranks in _shards(seen):
+        moving = [rank for rank, some in of_ranks.items() if some and all(map(_moves, some))]
+        still = [rank for rank, some in of_ranks.items() if not any(map(_is_written, some))]
+        if moving and still and not _may_be_unseen(still, seen):
+            yield _of_part(of_ranks, moving, still, step)
+        elif len(moving) == len(of_ranks) and all(len(some) == 1 for some in of_ranks.values()):
+            yield from _of_rates({rank: one for rank, (one,) in of_ranks.items()}, step)
+
+
+def _shards(seen: Mapping[int, Sequence[Follower]]) -> Iterator[Mapping[int, Sequence[Follower]]]:
+    """Yield for each name, and each set of ranks that has the shards of one copy, the followers of these ranks."""
+    every = [one for some in seen.values() for one in some if one.sharers]
+    for key, sharers in dict.fromkeys((one.key, one.sharers) for one in every):
+        yield {rank: [one for one in seen[rank] if one.key == key] for rank in sharers if rank in seen}
+
+
+def _may_be_unseen(ranks: Sequence[int], seen: Mapping[int, Sequence[Follower]]) -> bool:
+    return any(one.is_full for rank in ranks for one in seen[rank])
+
+
+def _is_written(one: Follower) -> bool:
+    return any(look.is_written for look in one.looks)
+
+
+def _moves(one: Follower) -> bool:
+    """Whether something moves shards toward their originals, and, if nothing calls them, does not only copy these."""
+    looks = [look for look in one.looks if look.is_written]
+    is_snapshot = one.kind in ("list", "tuple", "dict") and all(
+        look.distance == 0 or (look.rate is not None and abs(look.rate - 1) < numerics.ONE_FACTOR) for look in looks
+    )
+    return _is_one({0: one}) and _follows(one) and not is_snapshot
+
+
+def _of_part(
+    of_ranks: Mapping[int, Sequence[Follower]], moving: Sequence[int], still: Sequence[int], step: int
+) -> DoctorFinding:
+    is_there = any(of_ranks[rank] for rank in still)
+    lines = [
+        f"{_name(of_ranks[moving[0]][0])}: each rank has shards of the model; written on {ranks_of(moving)}, and "
+        f"{'unchanged' if is_there else 'not there'} on {ranks_of(still)}",
+        f"meant, as where {'these shards are fixed' if is_there else 'others have theirs elsewhere'}? else update it "
+        "on all ranks: each has its shards of the copy, and none has all of it",
+    ]
+    return _found(step, "shards of a copy of the model are written on some ranks only", lines, codes.APART)
+
+
+def _of_rates(members: _OfRanks, step: int) -> Iterator[DoctorFinding]:
+    """Note shards that are moved by other parts of the way on each rank, in each look that shows it."""
+    looks = [one.looks for one in members.values()]
+    rates = [[look.rate for look in some] for some in zip(*looks, strict=False) if all(one.is_written for one in some)]
+    known = [[one for one in some if one is not None] for some in rates]
+    if not known or any(len(some) < len(members) for some in known):
+        return
+    if all(max(some) - min(some) > numerics.COPY_RATES_DIFFER * max(some) for some in known):
+        listed_rates = ", ".join(f"{one:.3g}" for one in known[-1])
+        lines = [
+            f"{_name(next(iter(members.values())))}: an update moves the shards of {ranks_of(members)} by "
+            f"{listed_rates} of the way to the parameters",
+            "meant? else compute the decay from numbers that all ranks have alike",
+        ]
+        yield _found(step, "shards of a copy of the model follow by different rates", lines, codes.APART)
 
 
 # One rank ---------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from shardproof.harness.watching.hooks import quiet
 from shardproof.harness.watching.loads import Loads
 from shardproof.harness.watching.names import objects_of
 from shardproof.harness.watching.optimizers import STEPS, optimizers_of_process, parameters_in
+from shardproof.harness.watching.passes import Passes, writes
 from shardproof.harness.watching.records import ActRecord, Idle, Levelled, Pace
 
 #: How many steps of an optimizer are remembered.
@@ -119,6 +120,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         self._given: dict[int, _Given] = {}
         self._loads = 0
         self._states = Loads()
+        self._passes = Passes()
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Acts:
@@ -141,7 +143,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         divided = [kind for kind, left in self._again if any(host_rows(left))]
         found = ActRecord(
             divided, list(self._idle()), self._restored, list(self._paces()), list(self._levelled()), self._loads,
-            *self._states.take(),
+            *self._states.take(), self._passes.take(),
         )  # fmt: skip
         self._again, self._restored, self._loads = [], [], 0
         return found
@@ -149,15 +151,17 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
     @quiet
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._states.before_step()
+        self._passes.before_step(optimizer)
 
     @quiet
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._steps += 1
+        self._passes.after_step()
         self._states.after_step(optimizer)
         self._divided.pop(id(optimizer), None)
         self._scheduled.pop(id(optimizer), None)
         for taken in self._taken.values():
-            taken.after = taken.before if (tensor := taken.tensor()) is None else _writes(tensor)
+            taken.after = taken.before if (tensor := taken.tensor()) is None else writes(tensor)
         for paced in self._paced.values():
             if paced.optimizer() is optimizer:
                 paced.calls, paced.now = [*paced.calls[1 - _MOST_STEPS :], paced.now], 0
@@ -176,6 +180,27 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
             optimizer = one.optimizer()
             gradients = [] if optimizer is None else [p.grad for p in parameters_in(optimizer) if p.grad is not None]
             one.left = [(weakref.ref(each), strided(local_of(each)).any()) for each in gradients]
+        self._passes.begin(tensors)
+
+    @quiet
+    def on_gradients(self) -> None:
+        """Note that a backward pass has ended."""
+        self._passes.end()
+
+    @quiet
+    def on_zero_grad(self) -> None:
+        """Note that gradients are zeroed."""
+        self._passes.drop()
+
+    @quiet
+    def on_clip(self) -> None:
+        """Note that gradients are clipped."""
+        self._passes.before_clip()
+
+    @quiet
+    def on_clipped(self) -> None:
+        """Note that they were."""
+        self._passes.after_clip()
 
     @quiet
     def on_unscaling(self, scaler: Any, optimizer: Any) -> None:
@@ -276,7 +301,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         for tensor in values:
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 ref = weakref.ref(tensor, functools.partial(self._forget, id(tensor)))
-                self._taken[id(tensor)] = _Taken(ref, self._steps, _writes(tensor))
+                self._taken[id(tensor)] = _Taken(ref, self._steps, writes(tensor))
 
     def _forget(self, key: int, ref: weakref.ref[torch.Tensor]) -> None:
         if (taken := self._taken.get(key)) is not None and taken.tensor is ref:
@@ -290,7 +315,7 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
         tensors = _own_tensors(module, state)
         taken = [(one, self._taken[id(one)]) for one in tensors if id(one) in self._taken]
         if taken and len(taken) == len(tensors) and all(one.after is not None for _, one in taken):
-            is_by_steps = all(one.after == _writes(tensor) for tensor, one in taken)
+            is_by_steps = all(one.after == writes(tensor) for tensor, one in taken)
             if is_by_steps and any(one.before != one.after for _, one in taken):
                 steps = self._steps - max(one.steps for _, one in taken)
                 self._restored.append((type(module).__name__, steps))
@@ -299,11 +324,6 @@ class Acts(contextlib.AbstractContextManager["Acts"]):
     def on_loaded(self, module: nn.Module, state: Any, result: Any) -> None:
         """Note what a module has loaded."""
         self._states.after(module, state, result)
-
-
-def _writes(tensor: torch.Tensor) -> int:
-    """Return how often what a rank holds of a tensor was written in place, by it or by another that shares it."""
-    return tensor._version + local_of(tensor)._version  # a DTensor counts what is written through it
 
 
 def _is_called_by(packages: tuple[str, ...]) -> bool:

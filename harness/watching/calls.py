@@ -108,13 +108,25 @@ class Joiner(Protocol):
 
 
 class Witness(Protocol):
-    """Hears of calls that concern the process, and of the first two while a model is observed. None may raise."""
+    """Hears of calls that concern the process, and of the first one while a model is observed. None may raise."""
+
+    def on_unscaling(self, scaler: Any, optimizer: Any) -> None:
+        """Before a loss scaler unscales the gradients of an optimizer."""
 
     def on_backward(self, tensors: Sequence[torch.Tensor]) -> None:
         """Before a backward pass begins; see :class:`Observer`."""
 
-    def on_unscaling(self, scaler: Any, optimizer: Any) -> None:
-        """Before a loss scaler unscales the gradients of an optimizer."""
+    def on_gradients(self) -> None:
+        """After it has ended."""
+
+    def on_zero_grad(self) -> None:
+        """Before gradients are zeroed by an optimizer or a module."""
+
+    def on_clip(self) -> None:
+        """Before gradients are clipped by a total norm."""
+
+    def on_clipped(self) -> None:
+        """After that."""
 
     def on_group(self, optimizer: Any, group: Any) -> None:
         """After an optimizer was given a group of parameters, as while it is made."""
@@ -143,6 +155,7 @@ class Listener:
     )
     on_engine_stepped = on_cross_entropy = on_collective = on_destroy = on_nothing
     on_unscaling = on_group = on_schedule = on_state_dict = on_load = on_loaded = on_nothing
+    on_gradients = on_clip = on_clipped = on_nothing
 
 
 _TOTAL, _CLIP = (f"torch.nn.utils.clip_grad.{name}" for name in ("_get_total_norm", "_clip_grads_with_norm_"))
@@ -191,7 +204,7 @@ class _Observers(Generic[_T]):
 @contextlib.contextmanager
 def observed(observer: Observer) -> Iterator[None]:
     """Tell an observer of the calls in this context."""
-    with _observers.including(observer), ends(observer):
+    with _observers.including(observer), _of_gradients.including(observer), ends(observer):
         yield
 
 
@@ -217,9 +230,11 @@ def compilations(finder: Finder) -> contextlib.AbstractContextManager[None]:
     return _finders.including(finder)
 
 
-def witnessed(witness: Witness) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def witnessed(witness: Witness) -> Iterator[None]:
     """Tell a witness of the calls in this context."""
-    return _witnesses.including(witness)
+    with _witnesses.including(witness), _of_gradients.including(witness):
+        yield
 
 
 def _of_witnesses() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -399,15 +414,9 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     if (total := private.find(_TOTAL)) is not None:
         for path in (_TOTAL, "torch.nn.utils.clip_grad.get_total_norm", "torch.nn.utils.get_total_norm"):
             yield path, _after_total(total)
-    if (clip := private.find(_CLIP)) is not None:
-        for path in (_CLIP, "torch.nn.utils.clip_grad.clip_grads_with_norm_", "torch.nn.utils.clip_grads_with_norm_"):
-            yield path, _before_clip(clip)
     yield "torch.nn.functional.cross_entropy", _after_cross_entropy(nn.functional.cross_entropy)
-    yield "torch.autograd.backward", _before_backward(torch.autograd.backward)
     wrapper = nn.parallel.DistributedDataParallel
     yield "torch.nn.parallel.DistributedDataParallel.forward", _before_wrapper_forward(wrapper.forward)
-    yield "torch.optim.Optimizer.zero_grad", _before_zero_grad(torch.optim.Optimizer.zero_grad)
-    yield "torch.nn.Module.zero_grad", _before_zero_grad(nn.Module.zero_grad)
     stepped: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
     yield "torch.amp.GradScaler.step", _noting(torch.amp.GradScaler.step, stepped)
     yield "torch.amp.GradScaler.update", _after_update(torch.amp.GradScaler.update, stepped)
@@ -423,6 +432,15 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield f"torch.distributed.ProcessGroup.{name}", _before_collective(method, kind, depth)
 
 
+def _functions_of_gradients() -> Iterator[tuple[str, Callable[..., Any]]]:
+    if (clip := private.find(_CLIP)) is not None:
+        for path in (_CLIP, "torch.nn.utils.clip_grad.clip_grads_with_norm_", "torch.nn.utils.clip_grads_with_norm_"):
+            yield path, _around_clip(clip)
+    yield "torch.autograd.backward", _around_backward(torch.autograd.backward)
+    yield "torch.optim.Optimizer.zero_grad", _before_zero_grad(torch.optim.Optimizer.zero_grad)
+    yield "torch.nn.Module.zero_grad", _before_zero_grad(nn.Module.zero_grad)
+
+
 def _after_total(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def get_total_norm(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
@@ -434,12 +452,17 @@ def _after_total(function: Callable[..., Any]) -> Callable[..., Any]:
     return get_total_norm
 
 
-def _before_clip(function: Callable[..., Any]) -> Callable[..., Any]:
+def _around_clip(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def clip_grads_with_norm_(parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any) -> Any:
         for one in _observers:
             one.on_norm("clip_grads_with_norm_", total_norm, float(max_norm), 2.0, parameters)
-        return function(parameters, max_norm, total_norm, *args, **kwargs)
+        for witness in _witnesses:
+            witness.on_clip()
+        value = function(parameters, max_norm, total_norm, *args, **kwargs)
+        for witness in _witnesses:
+            witness.on_clipped()
+        return value
 
     return clip_grads_with_norm_
 
@@ -456,7 +479,7 @@ def _after_cross_entropy(function: Callable[..., Any]) -> Callable[..., Any]:
     return cross_entropy
 
 
-def _before_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+def _around_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     depth = [0]
 
     @functools.wraps(function)
@@ -466,9 +489,12 @@ def _before_backward(function: Callable[..., Any]) -> Callable[..., Any]:
                 one.on_backward([tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
         depth[0] += 1
         try:
-            return function(tensors, *args, **kwargs)
+            value = function(tensors, *args, **kwargs)
         finally:
             depth[0] -= 1
+        for witness in _witnesses if depth[0] == 0 else ():
+            witness.on_gradients()
+        return value
 
     return backward
 
@@ -509,7 +535,7 @@ def _before_wrapper_forward(function: Callable[..., Any]) -> Callable[..., Any]:
 def _before_zero_grad(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in _observers:
+        for one in (*_observers, *_witnesses):
             one.on_zero_grad()
         return function(self, *args, **kwargs)
 
@@ -591,6 +617,8 @@ def replaced(path: str, value: Callable[..., Any]) -> Iterator[None]:
 
 
 _observers: _Observers[Observer] = _Observers(_functions)
+#: Of both, for what tells them of gradients.
+_of_gradients: _Observers[Observer | Witness] = _Observers(_functions_of_gradients)
 _enders: _Observers[Ender] = _Observers(_of_ends)
 _readers: _Observers[Reader] = _Observers(_of_readers)
 _finders: _Observers[Finder] = _Observers(_of_compilations)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardproof.harness.collectives.trace import Collective
-from shardproof.harness.tensors.fingerprints import host_rows
+from shardproof.harness.tensors.fingerprints import host_rows, row_hashes
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.records import Crossing
@@ -22,6 +23,9 @@ _GATHERS, _SUMS = ("all_gather",), ("all_reduce",)
 
 #: How many frames above a collective are looked at, and how many nodes of a graph.
 _FRAMES, _NODES = 24, 1 << 18
+
+#: The functions of torch that gather with a gradient, and the nodes that pass on what they are given.
+_OF_TORCH, _SAME = "torch.distributed.nn.functional", ("Clone", "ToCopy", "View", "UnsafeView", "Contiguous")
 
 #: How many crossings of a step are told.
 _MOST = 8
@@ -35,6 +39,14 @@ class _Passed(NamedTuple):
     group: tuple[int, ...]
     flags: torch.Tensor
     loss: torch.Tensor
+
+
+class _Padded(NamedTuple):
+    """The padding of a tensor that a function gathers: how many rows of it take part in the loss, on its device."""
+
+    kind: str
+    group: tuple[int, ...]
+    rows: torch.Tensor
 
 
 class _Passing:
@@ -85,6 +97,7 @@ class Crossings(calls.Listener):
         self._kinds: dict[types.CodeType, type | None] = {}
         self._seen: dict[type, tuple[str, tuple[int, ...]]] = {}
         self._passed: list[_Passed] = []
+        self._padded: list[_Padded] = []
         self._patches = contextlib.ExitStack()
         self._is_begun = False
 
@@ -105,6 +118,13 @@ class Crossings(calls.Listener):
             for one, (own, others), loss in zip(self._passed, flags, losses, strict=True)
         ]
         self._passed.clear()  # which hooks of graphs have
+        counts = host_rows([one.rows for one in self._padded])
+        found += [
+            Crossing(one.kind, _GATHERS[0], one.group, is_own=False, uses_others=False, loss=0.0, padding=int(count))
+            for one, count in zip(self._padded, counts, strict=True)
+            if count
+        ]
+        self._padded.clear()
         return found
 
     def on_collective(self, collective: Collective) -> None:
@@ -135,9 +155,17 @@ class Crossings(calls.Listener):
                 loss = local_of(tensors[0].detach()).float().reshape(()).clone()
                 for node in _nodes_of(tensors[0]):
                     if (kind := getattr(type(node), "_forward_cls", None)) in self._seen:
-                        passing = _Passing(kind.__name__, *self._seen[kind], loss, self._passed)
-                        node.register_prehook(passing.before)
-                        node.register_hook(passing.after)
+                        self._hook(node, kind, loss)
+
+    def _hook(self, node: Any, kind: type, loss: torch.Tensor) -> None:
+        collective, group = self._seen[kind]
+        if kind.__module__ != _OF_TORCH:
+            passing = _Passing(kind.__name__, collective, group, loss, self._passed)
+            node.register_prehook(passing.before)
+            node.register_hook(passing.after)
+        for padding in _paddings_of(node) if collective in _GATHERS else ():
+            pads = getattr(padding, "_saved_pad", ())
+            padding.register_prehook(functools.partial(_count_padding, self._padded, kind.__name__, group, pads))
 
     def close(self) -> None:
         """Look no more."""
@@ -145,15 +173,16 @@ class Crossings(calls.Listener):
         self._kinds.clear()
         self._seen.clear()
         self._passed.clear()
+        self._padded.clear()
 
 
 def _functions() -> Iterator[type]:
-    """Yield the functions of user code."""
+    """Yield the functions of user code, and those of torch that gather."""
     waiting = [torch.autograd.Function]
     while waiting:
         for kind in waiting.pop().__subclasses__():
             waiting.append(kind)
-            if not kind.__module__.startswith("torch."):
+            if not kind.__module__.startswith("torch.") or kind.__module__ == _OF_TORCH:
                 yield kind
 
 
@@ -172,6 +201,34 @@ def _nodes_of(tensor: torch.Tensor) -> Iterator[Any]:
         seen.add(node)
         yield node
         waiting += [one for one, _ in node.next_functions]
+
+
+def _paddings_of(node: Any) -> Iterator[Any]:
+    """Yield the nodes of paddings by a constant of what a node was given."""
+    for child, _ in node.next_functions:
+        found = child
+        while found is not None and type(found).__name__.startswith(_SAME):
+            found = next((one for one, _ in found.next_functions if one is not None), None)
+        if type(found).__name__.startswith("ConstantPadNd"):
+            yield found
+
+
+def _count_padding(
+    padded: list[_Padded], kind: str, group: tuple[int, ...], pads: Sequence[int], entering: Sequence[Any]
+) -> None:
+    """Count the rows of padding that have a gradient; ``pads`` are pairs, the last dimension first.
+
+    A row with the gradient of another one may be one more of a sum, to which zeros add nothing.
+    """
+    with contextlib.suppress(Exception), torch.no_grad():
+        by_dim = [(dim, *pair) for dim, pair in enumerate(zip(pads[::2], pads[1::2], strict=True), 1) if any(pair)]
+        if len(by_dim) != 1:
+            return
+        (dim, begin, end), gradient = by_dim[0], entering[0]
+        rows = gradient.movedim(-dim, 0).reshape(gradient.shape[-dim], -1)
+        padding, own = torch.cat([rows[:begin], rows[len(rows) - end :]]), rows[begin : len(rows) - end]
+        takes_part = padding.ne(0).any(1) & ~torch.isin(row_hashes(padding), row_hashes(own))
+        padded.append(_Padded(kind, group, takes_part.sum().float()))
 
 
 def _parts_of(entering: Sequence[Any], size: int) -> list[Any]:

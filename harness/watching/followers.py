@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardproof.harness.tensors.trees import local_of
-from shardproof.harness.watching.names import kind_of, modules_of, parameters_of, unwrapped
+from shardproof.harness.watching.names import kind_of, modules_of, parameters_of, unwrapped, without_wrappers
 from shardproof.harness.watching.optimizers import parameters_of_optimizers
 
 #: How many followers of one root are looked at, and how many places in the root are tried for each.
@@ -81,6 +81,11 @@ class _Part(NamedTuple):
         """Whether one of them requires a gradient."""
         return any(one.requires_grad for one in self.parameters.values())
 
+    @property
+    def has_elements(self) -> bool:
+        """Whether this rank has any of them."""
+        return any(local_of(one).numel() for one in self.parameters.values())
+
     def only_trained(self) -> _Part:
         """Return it without the parameters that require no gradient."""
         return _Part(self.place, {name: one for name, one in self.parameters.items() if one.requires_grad})
@@ -96,10 +101,11 @@ class FollowerSearch:
 
     def __init__(self, roots: Sequence[nn.Module], stepped: Container[torch.Tensor] = ()) -> None:
         self._stepped = stepped
-        self._parts = [one for root in roots for one in _parts_of(root) if one.trains]
+        self._parts = [one for root in roots for one in _parts_of(root) if one.trains and one.has_elements]
         self._mine = {id(one) for root in roots for _, one in parameters_of(root)}
         self._trained = {id(one) for part in self._parts for one in part.parameters.values() if one.requires_grad}
-        self._places = {local_of(one).data_ptr() for part in self._parts for one in part.parameters.values()}
+        held = (local_of(one) for part in self._parts for one in part.parameters.values())
+        self._places = {one.data_ptr() for one in held if one.numel()}
         self._most = _LARGEST * max((len(one.parameters) for one in self._parts), default=0) + _LARGEST
         self._by_shapes = _by_shapes(self._parts)
         self._held: Mapping[int, str] = {}
@@ -220,18 +226,18 @@ def _children_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain or distributed one, of floating point, that has memory."""
+    """Whether a tensor is a plain or distributed one, of floating point, that has memory, or an empty shard."""
     if type(tensor).__name__ not in ("Tensor", "Parameter", "Buffer", "DTensor") or not tensor.is_floating_point():
         return False
     own = local_of(tensor.detach())
     is_plain = type(own) in (torch.Tensor, nn.Parameter) and own.layout == torch.strided and own.device.type != "meta"
-    return is_plain and own.numel() > 0 and own.untyped_storage().nbytes() >= own.numel() * own.element_size()
+    return is_plain and own.untyped_storage().nbytes() >= own.numel() * own.element_size()
 
 
 def _named(values: Mapping[Any, Any], key: Any, trained: Collection[int]) -> dict[Any, Any]:
     """Return the values of a dict by the ids of parameters that are its keys, or by names without signs."""
     if isinstance(key, str):
-        return {_plain(name.replace("module.", "")): one for name, one in values.items() if isinstance(name, str)}
+        return {_plain(without_wrappers(name)): one for name, one in values.items() if isinstance(name, str)}
     if isinstance(key, torch.Tensor):
         return {id(one): value for one, value in values.items()}
     return dict(values) if key in trained else {}

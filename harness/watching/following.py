@@ -7,21 +7,24 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardproof.harness.judging import numerics
 from shardproof.harness.tensors.fingerprints import bits_of_all, host_rows, strided
-from shardproof.harness.tensors.layouts import layout_of, part_of
+from shardproof.harness.tensors.layouts import layout_of, part_of, sharers_of
 from shardproof.harness.tensors.trees import local_of
 from shardproof.harness.watching import calls
 from shardproof.harness.watching.followers import MOST, FollowerSearch, LikePart
+from shardproof.harness.watching.groups import sizes_of_flat
 from shardproof.harness.watching.hooks import Hook, quiet
-from shardproof.harness.watching.names import name_of
+from shardproof.harness.watching.names import name_of, parameters_of
 from shardproof.harness.watching.optimizers import STEPS, parameters_in
+from shardproof.harness.watching.passes import writes
 from shardproof.harness.watching.records import Follower, Look
 from shardproof.harness.watching.samples import NARROW
 
@@ -65,6 +68,7 @@ class _Glance:
             square of the way, twice; the square of the movement; how many elements differ from what they follow, and
             how many of these are unchanged.
         mesh: the ranks that have parts of what it follows in full; empty where it has the same parts.
+        sharers: the ranks that have the shards of it; empty where it has full tensors.
     """
 
     own: list[torch.Tensor]
@@ -74,6 +78,7 @@ class _Glance:
     mesh: tuple[int, ...]
     likeness: torch.Tensor
     is_written: bool
+    sharers: tuple[int, ...] = ()
 
 
 class _One:
@@ -106,7 +111,7 @@ class _One:
         return len(self.pairs) == len(self.found.pairs)
 
     def _count(self) -> int:
-        return sum(own._version for own, _ in self.pairs)
+        return sum(writes(own.detach()) for own, _ in self.pairs)
 
     def note_backward(self) -> None:
         """Note whether it was written since the backward before."""
@@ -129,11 +134,12 @@ class _One:
         """Whether it was looked at."""
         return bool(self._glances or self.looks)
 
-    def look(self) -> None:
-        """Look at it, and at what it follows."""
+    def look(self, sharers: Mapping[int, tuple[int, ...]]) -> None:
+        """Look at it, and at what it follows; ``sharers`` are the ranks that have parts of a parameter, by its id."""
         pairs = self.pairs
         version = self._count()
         glance = _glance(pairs, self._last, is_written=version != self._version_of_look)
+        glance.sharers = _sharers_of(pairs, sharers)
         self._version_of_look = version
         self._glances.append(glance)
         self._last = glance
@@ -151,8 +157,23 @@ class _One:
         self._gradients = now
         self._gathers = max(self._gathers, gathers)
 
-    def take(self) -> Follower:
-        """Return what was seen of it by now: the host reads what was computed on devices."""
+    def go_on_with(self, found: LikePart) -> None:
+        """Go on with tensors, or a container, that user code has put in the place of those that are gone."""
+        self.found, self._versions, self._version_of_look = found, 0, -1
+        self._versions = self._count()
+
+    def is_replaced_by(self, found: LikePart) -> bool:
+        """Whether it is gone, and something is found in its place: a container with new tensors, or of its name."""
+        own = self.found
+        is_alike = own.owner is None and (own.kind, own.place) == (found.kind, found.place) and not self.is_there
+        return is_alike and (own.key == found.key or (bool(own.name) and own.name == found.name))
+
+    def take(self, *, is_full: bool) -> Follower:
+        """Return what was seen of it by now: the host reads what was computed on devices.
+
+        Args:
+            is_full: whether there may be others that are not looked at.
+        """
         for one in self._glances:
             self.looks.append(_on_host(one))
         self._glances.clear()
@@ -160,6 +181,7 @@ class _One:
             self.found.name, self.found.kind, self.found.place, self.dtype, self.is_from_begin,
             tuple(self.looks), tuple(self.writes), self.calls,
             tuple(sorted(self.seen["dropouts"])), tuple(sorted(self.seen["norms"])), self._gathers,
+            () if self._last is None else self._last.sharers, is_full,
         )  # fmt: skip
 
 
@@ -172,32 +194,61 @@ class _OfRoot:
         self._all: list[_One] = []
         self._searches = self._looks = 0
         self._is_closed = False
-        self._has_stepped = False
+        # Flat parameters are gathered from a forward until its backward ends.
+        self._waits_for_step = bool(sizes_of_flat(roots))
+        self._has_stepped = self._is_due = False
         self._handles: list[Any] = []
+
+    def begin(self) -> None:
+        """Look for the first time, or when the first step begins."""
+        if self._waits_for_step:
+            self._is_due = True
+        else:
+            self.look()
 
     def look(self) -> None:
         """Look for new ones, and at all of them."""
         if self._looks >= _LOOKS:
             return
         self._looks += 1
-        roots = [one for ref in self._roots if (one := ref()) is not None]
-        if self._searches < _SEARCHES and len(roots) == len(self._roots) and len(self._all) < MOST:
+        self._is_due = False
+        if self._searches < _SEARCHES and len(self._all) < MOST:
             self._searches += 1
-            for places in FollowerSearch(roots, self._stepped).find(self._known())[: MOST - len(self._all)]:
-                self._add(places)
-        for follower in self._all:
-            if follower.is_there:
-                follower.look()
+            self._search(adds=True)
+        elif self._has_gone:
+            self._search(adds=False)
+        self._look_at_all()
+
+    def _look_at_all(self) -> None:
+        there = [one for one in self._all if one.is_there]
+        sharers = _sharers([one for ref in self._roots if (one := ref()) is not None]) if there else {}
+        for follower in there:
+            follower.look(sharers)
+
+    @property
+    def _has_gone(self) -> bool:
+        """Whether tensors of a container that was looked at are gone, in whose place there may be others."""
+        return any(one.found.owner is None and one.looks_begun and not one.is_there for one in self._all)
+
+    def _search(self, *, adds: bool) -> None:
+        roots = [one for ref in self._roots if (one := ref()) is not None]
+        if len(roots) < len(self._roots):
+            return
+        for places in FollowerSearch(roots, self._stepped).find(self._known()):
+            found = places[0] if len(places) == 1 else min(places, key=_distance)
+            gone = next((one for one in self._all if one.is_replaced_by(found)), None)
+            if gone is not None:
+                gone.go_on_with(found)
+            elif adds and len(self._all) < MOST:
+                self._add(found)
 
     def _known(self) -> set[int]:
-        """Return the ids of what was found, and of the modules in it."""
-        owners = [
-            owner for one in self._all if one.found.owner is not None and (owner := one.found.owner()) is not None
-        ]
-        return {one.found.key for one in self._all} | {id(each) for owner in owners for each in owner.modules()}
+        """Return the ids of what was found and is there, and of the modules in it."""
+        there = [one.found for one in self._all if one.is_there]
+        owners = [owner for one in there if one.owner is not None and (owner := one.owner()) is not None]
+        return {one.key for one in there} | {id(each) for owner in owners for each in owner.modules()}
 
-    def _add(self, places: list[LikePart]) -> None:
-        found = places[0] if len(places) == 1 else min(places, key=_distance)
+    def _add(self, found: LikePart) -> None:
         owner = None if found.owner is None else found.owner()
         one = _One(found, is_from_begin=self._searches == 1)
         self._all.append(one)
@@ -220,15 +271,22 @@ class _OfRoot:
 
     def on_backward(self) -> None:
         """Before a backward pass: the first one after a step sees what user code did after the step."""
-        if self._looks >= _LOOKS:
+        if self._looks >= _LOOKS or self._is_closed:
             return
         if self._has_stepped:
             self._has_stepped = False
             for one in self._all:
                 one.end_step()
-            self.look()
+            self._is_due = True
+            if not self._waits_for_step:
+                self.look()
         for one in self._all:
             one.note_backward()
+
+    def before_step(self) -> None:
+        """Look now, if parameters are not readable before."""
+        if self._waits_for_step and self._is_due and not self._is_closed:
+            self.look()
 
     def parameters(self) -> set[int]:
         """Return the ids of the root's parameters."""
@@ -242,14 +300,15 @@ class _OfRoot:
         """Return what was seen of each that is like the root or was; after the watched steps, look at them now."""
         if self._is_closed:
             self._look_again()
-        return [one.take() for one in self._all if one.looks_begun]
+        return [one.take(is_full=len(self._all) >= MOST) for one in self._all if one.looks_begun]
 
     @quiet
     @torch.no_grad()
     def _look_again(self) -> None:
+        if self._has_gone:
+            self._search(adds=False)
         self._all = [one for one in self._all if one.is_there]
-        for one in self._all:
-            one.look()
+        self._look_at_all()
 
     def close(self) -> None:
         """Remove all hooks; later looks still read those that are known."""
@@ -276,7 +335,7 @@ class Followers(calls.Listener):
         """
         if not self._of:
             self._patches.enter_context(calls.witnessed(self))
-            self._patches.callback(STEPS.add(lambda *_: None, self._after_step).remove)
+            self._patches.callback(STEPS.add(self._before_step, self._after_step).remove)
         if key in self._of:
             self._of[key].close()
         one = self._of[key] = _OfRoot(roots, self._stepped)
@@ -286,7 +345,7 @@ class Followers(calls.Listener):
     @quiet
     @torch.no_grad()
     def _look(self, one: _OfRoot) -> None:
-        one.look()
+        one.begin()
 
     @quiet
     @torch.no_grad()
@@ -294,6 +353,12 @@ class Followers(calls.Listener):
         """Look at them, if a step has ended since the last look."""
         for one in self._of.values():
             one.on_backward()
+
+    @quiet
+    @torch.no_grad()
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for one in self._of.values():
+            one.before_step()
 
     @quiet
     @torch.no_grad()
@@ -315,6 +380,30 @@ class Followers(calls.Listener):
         for one in self._of.values():
             one.close()
         self._of.clear()
+
+
+def _sharers(roots: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
+    """Return the ranks that have the parts of each parameter that ranks divide, by its id."""
+    found = {}
+    for root in roots:
+        flat = sizes_of_flat([root])
+        for name, one in parameters_of(root):
+            if ranks := sharers_of(one) or flat.get(name, (0, ()))[1]:
+                found[id(one)] = ranks
+    return found
+
+
+def _sharers_of(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], sharers: Mapping[int, tuple[int, ...]]
+) -> tuple[int, ...]:
+    """Return the ranks that have the shards of a follower; none of one that has full tensors."""
+    divided = [(own, like) for own, like in pairs if id(like) in sharers]
+    if any(local_of(own).shape != local_of(like).shape for own, like in divided):
+        return ()
+    # Of a few parameters, as biases of one element, a shard has the full shape; of flat ones that is not known.
+    are_parts = (type(own) is type(like) or local_of(like).shape != like.shape or local_of(like) is like
+                 for own, like in divided)  # fmt: skip
+    return sharers[id(divided[0][1])] if divided and any(are_parts) else ()
 
 
 def _sampled(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -378,12 +467,15 @@ def _on_host(glance: _Glance) -> Look:
     distance, root, *ways, moved, sampled, unchanged = numbers
     own, parameters = (hash(tuple(map(tuple, host_rows(some)))) for some in (glance.own, glance.root))
     cosines = [
-        product / math.sqrt(way * moved) for product, way in zip(ways[::2], ways[1::2], strict=True) if way * moved > 0
+        (product / math.sqrt(way * moved), product / way)
+        for product, way in zip(ways[::2], ways[1::2], strict=True)
+        if way * moved > 0
     ]
+    toward, rate = max(cosines, default=(0.0, None))
     return Look(
         own, hash(glance.mesh) if glance.mesh else parameters, None if likeness != likeness else likeness,
-        math.sqrt(distance / root) if root else 0.0, glance.is_written, max(cosines, default=0.0), int(sampled),
-        int(unchanged),
+        math.sqrt(distance / root) if root else 0.0, glance.is_written, toward, int(sampled), int(unchanged),
+        rate if toward > numerics.COPY_FOLLOWS_BY else None,
     )  # fmt: skip
 
 

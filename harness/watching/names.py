@@ -54,6 +54,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def without_wrappers(name: str) -> str:
+    """Return the name that a parameter has in the module that user code built."""
+    for attribute in sorted(set(_INNER.values()), key=len, reverse=True):
+        name = name.replace(f"{attribute}.", "")
+    return name
+
+
 def kind_of(module: nn.Module) -> type[nn.Module]:
     """Return the class that user code has given a module: what ``fully_shard`` makes of it is a class of torch."""
     kinds: list[type[nn.Module]] = [one for one in type(module).__mro__ if issubclass(one, nn.Module)]

@@ -252,6 +252,17 @@ class Undone:
     is_owned: bool  # whether the optimizers that have stepped since have one of these parameters
 
 
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """Successive steps of an optimizer with equal numbers of backward passes."""
+
+    passes: int  # the backward passes of each
+    factor: float | None  # by which the loss of each of them is a mean, as far as its graph tells
+    kind: str  # the nodes of their graphs next to the loss
+    is_as_computed: bool  # whether nothing but clipping writes gradients between the last of them and the step
+    steps: int  # how many
+
+
 @dataclasses.dataclass
 class ActRecord:
     """Calls of user code since the step before that concern the process: loss scalers, schedulers and state dicts."""
@@ -267,6 +278,8 @@ class ActRecord:
     loads: int = 0  # how many modules were given a state to load
     missed: list[Missed] = dataclasses.field(default_factory=list)
     undone: list[Undone] = dataclasses.field(default_factory=list)
+    # Steps of the only optimizer that steps, since watching began; none where there are several, or too many changes.
+    windows: list[Windows] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -303,6 +316,7 @@ class Look:
     # A sample of its elements that differ from those that they follow, and how many of them are as they were.
     sampled: int = 0
     unchanged: int = 0
+    rate: float | None = None  # by which part of the way it has moved, where its movement is a part of the way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,6 +335,8 @@ class Follower:
     dropouts: tuple[str, ...] = ()  # its modules that drop elements at random, which were called
     norms: tuple[str, ...] = ()  # its norms of running statistics that were called, and take those of their input
     gathers: int = 0  # how many of its tensors have a gradient to which backward passes of several steps have added
+    sharers: tuple[int, ...] = ()  # of shards the global ranks that have those of one copy
+    is_full: bool = False  # whether the rank looked at as many followers as it may
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -338,6 +354,7 @@ class Crossing:
     is_own: bool  # whether the gradient of the input is that of the rank's own part of the output, which is not zero
     uses_others: bool  # whether the parts of other ranks have a gradient that is not zero
     loss: float  # of which the backward pass is
+    padding: int = 0  # of what is gathered the rows of padding that have a gradient which no other row has
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,18 @@ def factor_of_mean(loss: torch.Tensor) -> float | None:
         return None
 
 
+def kind_of_graph(loss: torch.Tensor) -> str:
+    """Return the kinds of the nodes next to a loss, but for those that scale it."""
+    found, node = [], loss.grad_fn
+    for _ in range(_DEPTH):
+        if node is None:
+            break
+        if (kind := type(node).__name__.partition("Backward")[0]) not in ("Mul", "Div"):
+            found.append(kind)
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+    return " ".join(found)
+
+
 def _factor(node: Any, depth: int) -> float | None:
     kind = type(node).__name__.partition("Backward")[0]
     if node is None or not depth:

@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -30,6 +31,7 @@ MOVING = "statistics of frozen norms move [D19]"
 EVAL = "the model trains in eval mode [D19]"
 ROUNDED = "constants are rounded [D6, S13]"
 SUM = "gradients are a sum, not a mean [D11, S1]"
+PADS = "padding of gathered tensors takes part in the loss [D32]"
 LACKS = "a collective in autograd lacks the gradients of other ranks [D32, S10]"
 
 
@@ -352,6 +354,46 @@ def contrasted(data, kind, *, sums, rows="own"):
         optimizer.step()
 
 
+def uneven(data, gather, *, then, dim=0):
+    """A contrastive loss over rows of all ranks, of which some have fewer; in one dimension they are padded."""
+    torch.manual_seed(3)
+    model = DDP(perceptron())
+    optimizer = sgd(model)
+    for inputs, _ in data.batches():
+        optimizer.zero_grad()
+        count = 8 - 3 * data.rank
+        own = F.normalize(model(inputs[:count]))
+        pads = (0, 0, 0, 8 - count) if dim == 0 else (0, 8 - count)
+        parts = gather(F.pad(own if dim == 0 else own.t(), pads))
+        every = torch.cat([one if dim == 0 else one.t() for one in parts])
+        is_row = torch.cat([torch.arange(8) < 8 - 3 * rank for rank in range(2)])
+        then(own, every, is_row, data.rank).backward()
+        optimizer.step()
+
+
+def contrast(own, every, first, is_row=None):
+    """The mean over the 13 rows of both ranks."""
+    logits = own @ every.t() / 0.2
+    logits = logits if is_row is None else logits.masked_fill(~is_row, -1e9)
+    return F.cross_entropy(logits, first + torch.arange(len(own)), reduction="sum") * 2 / 13
+
+
+#: Losses that leave the padding out, or for which it is zeros of a sum.
+LEFT_OUT = {
+    "cut": lambda own, every, is_row, rank: contrast(own, every[is_row], 8 * rank),
+    "masked": lambda own, every, is_row, rank: contrast(own, every, 8 * rank, is_row),
+    "centred": lambda own, every, is_row, rank: (own - every.sum(0) / is_row.sum()).square().mean(),
+}  # fmt: skip
+
+
+def with_padding(own, every, is_row, rank):
+    return contrast(own, every, 8 * rank)
+
+
+def gathered(own):
+    return torch.distributed.nn.functional.all_gather(own)
+
+
 def as_parts(data):
     """A sum over ranks that compute one loss alike, as in tensor parallelism: its backward is the identity."""
     torch.manual_seed(3)
@@ -399,6 +441,9 @@ HEALTHY = {
     "gather of rows": (lambda data: contrasted(data, GatherRows, sums=True), ""),
     "gather for a loss of all ranks": (lambda data: contrasted(data, Gather, sums=False, rows="all"), ""),
     "sum for a loss of all ranks": (as_parts, ""),
+    "padding that is cut": (lambda data: uneven(data, gathered, then=LEFT_OUT["cut"]), ""),
+    "padding that is masked": (lambda data: uneven(data, gathered, then=LEFT_OUT["masked"]), ""),
+    "padding of a sum": (lambda data: uneven(data, gathered, then=LEFT_OUT["centred"]), ""),
 }  # fmt: skip
 
 #: Loops with a mistake, and the finding or the note.
@@ -425,6 +470,10 @@ BROKEN = {
     "table in bfloat16": (lambda data: rotary(data, TABLE), ROUNDED),
     "hook that sums": (lambda data: under_hook(data, divides=False), SUM),
     "sum by hand": (lambda data: by_hand(data, divides=False), SUM),
+    "padding": (lambda data: uneven(data, gathered, then=with_padding), PADS),
+    "padding of a gather of its own": (
+        lambda data: uneven(data, lambda own: Gather.apply(own, True), then=with_padding), PADS),
+    "padding of columns": (lambda data: uneven(data, gathered, then=with_padding, dim=1), PADS),
     "gather takes its slice": (lambda data: contrasted(data, Gather, sums=False), LACKS),
     "gather of rows takes its slice": (lambda data: contrasted(data, GatherRows, sums=False), LACKS),
 }  # fmt: skip
