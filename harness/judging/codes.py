@@ -292,10 +292,10 @@ CHECKS = _by_code([
          _FOLLOWERS + "teacher before the broadcast"),
     Code(CROSSINGS, "collectives-have-their-adjoint",
          "the backward of a collective in a `torch.autograd.Function` has the gradients that other ranks have for what "
-          "the rank sent, and padding of what is gathered takes no part in the loss (notes); for each microbatch that a "
-          "pipeline stage sends, its backward has the gradient that the next stage computes for this microbatch",
-          "sum the gradients over the ranks in backward, and take the rank's part of the sum; keep microbatches of a "
-          "pipeline in the order of their gradients",
+         "the rank sent, and padding of what is gathered takes no part in the loss (notes); for each microbatch that a "
+         "pipeline stage sends, its backward has the gradient that the next stage computes for this microbatch",
+         "sum the gradients over the ranks in backward, and take the rank's part of the sum; keep microbatches of a "
+         "pipeline in the order of their gradients",
          _FOLLOWERS + "gather takes its slice"),
 ])  # fmt: skip
 """The checks by their codes, in their order."""
