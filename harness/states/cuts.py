@@ -79,7 +79,7 @@ def pieces(box: Box, rows_of_block: int, wide: int, itemsize: int, device: torch
     """Yield the pieces of a part, of about so many elements at most.
 
     The numbers are odd, so that no bit of an element is lost at the top, but for one: a word of 4 bytes at an odd place
-    of a row has the number of the place before it times 2^32. So two that lie side by side are read as one word of 8
+    of a row has the number of the place before it times 2^32. Two that lie side by side are read as one word of 8
     bytes, and half as many products are made; the second has 32 bits of the hash.
 
     Args:

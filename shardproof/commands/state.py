@@ -75,8 +75,10 @@ def _summary(state: "State") -> list[str]:
         tensors = [one for one in mine if one.is_tensor]
         numel = sum(one.numel for one in tensors)
         dtypes = ", ".join(dict.fromkeys(one.dtype for one in tensors))
-        values = f", {len(mine) - len(tensors)} values" if len(mine) > len(tensors) else ""
-        lines.append(f"  {section}: {len(tensors)} tensors of {numel:,} elements ({dtypes}){values}")
+        count, others = len(tensors), len(mine) - len(tensors)
+        told = [f"{count} tensor{'s' * (count != 1)} of {numel:,} elements ({dtypes})"] if tensors else []
+        told += [f"{others} value{'s' * (others != 1)}"] if others else []
+        lines.append(f"  {section}: {', '.join(told)}")
     return lines
 
 
