@@ -31,7 +31,7 @@ def main(rank, world, path):
     model = nn.Module()
     model.empty = nn.Parameter(torch.empty(0, 4))
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)), shard_placement_fn=lambda _: Shard(1))
-    print(rank, model.empty.to_local().shape)  # [0]
+    print(rank, model.empty.to_local().shape)  # (0, 0), and not (0, 2)
     try:
         model.empty.full_tensor()
     except RuntimeError as error:

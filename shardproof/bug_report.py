@@ -37,9 +37,9 @@ _REPORT = """\
 {printed}
 ```
 
-Right: {right}
+Expected: {right}
 
-## Suspected place
+## Suspected place (lines of the torch below)
 
 {places}
 

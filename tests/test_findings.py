@@ -81,7 +81,7 @@ def test_a_report_has_nothing_of_ours(finding):
     if report.exists():
         text = report.read_text()
         assert finding.is_there and f"```python\n{finding.program}```" in text
-        assert f"# {finding.title}\n\n{finding.paragraph}\n" in text and f"\nRight: {finding.right}\n" in text
+        assert f"# {finding.title}\n\n{finding.paragraph}\n" in text and f"\nExpected: {finding.right}\n" in text
         (printed,) = re.findall(r"## It prints\n\n```\n(.*?)\n```", text, flags=re.DOTALL)
         # A run's last lines: "(exit code 1)" there.
         assert re.search(
@@ -246,9 +246,9 @@ wrong
 repro.py
 ```
 
-Right: `right`
+Expected: `right`
 
-## Suspected place
+## Suspected place (lines of the torch below)
 
 - `torch/nn/utils/clip_grad.py`, ...: `clip_grad_norm_`
 

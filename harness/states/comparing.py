@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ class Scope(NamedTuple):
     Attributes:
         sections: those that both have.
         lacking: what is said of those that one side should have and has not.
-        left_out: a line that says which entries are not compared, and why; empty if there are none.
+        left_out: lines that say which entries are not compared, and why; empty if there are none.
     """
 
     sections: tuple[str, ...]
@@ -60,7 +60,17 @@ def scope(a: State, b: State, *, earlier: Sequence[State] = ()) -> Scope:
         elif count:
             text = f"none of its {count} entries is {'there' if mine else f'in {a.path}'}"
             lacking.append(Difference(EntryKey(section, f"the {section}"), "missing", text))
-    return Scope(tuple(sections), tuple(lacking), _told(left, alone))
+    told = [_told(left, alone), "" if EXTRA in sections or b.path in alone else _told_of_your_own(a, b)]
+    return Scope(tuple(sections), tuple(lacking), "\n".join(filter(None, told)))
+
+
+def _told_of_your_own(a: State, b: State) -> str:
+    """Say which of your own values a file does not have: it may have other names for them."""
+    mine, its = (
+        schedulers.values_of({key.name: "" for key in state.entries if key.section == EXTRA}).keys() for state in (a, b)
+    )
+    names = [one for one in mine if one not in its] if a.is_live and not b.is_live else []
+    return f"not compared: {listed(names)} of extra: {b.path} has no entry of such a name" if names else ""
 
 
 def _alone(a: State, b: State, earlier: Sequence[State]) -> list[str]:
@@ -262,9 +272,22 @@ class _Astray:
         for key in self._known.get(hashes_of(entry.total), ()):
             if key not in self.taken and self._b.entries[key].shape == entry.shape:
                 self.taken.add(key)
-                before = key.name.removesuffix(entry.key.name)
-                return f"is there with {before!r} before its name" if before != key.name else f"is there as {key.name}"
+                return _under(entry.key.name, key.name)
         return ""
+
+
+def _under(name: str, its: str) -> str:
+    """Say under which name an entry is there; words that another name has more, so that entries share a line."""
+    if (before := its.removesuffix(name)) != its:
+        return f"is there with {before!r} before its name"
+    mine, words = name.split("."), its.split(".")
+    more = len(words) - len(mine)
+    for place in range(1, len(mine)) if more > 0 else ():
+        if words[:place] + words[place + more :] == mine:
+            return (
+                f"is there with {'.'.join(words[place : place + more])!r} behind {'.'.join(mine[:place])!r} in its name"
+            )
+    return f"is there as {its}"
 
 
 def check(state: State, to: State | None = None) -> Iterator[Difference]:
@@ -278,12 +301,14 @@ def check(state: State, to: State | None = None) -> Iterator[Difference]:
         by_box: dict[Box, dict[tuple[int, ...], list[str]]] = {}
         for one in entry.held:
             by_box.setdefault(one.box, {}).setdefault(hashes_of(one.sums), []).append(one.source)
-        for holders in by_box.values():
+        right = to.entries.get(key) if to is not None else None
+        for box, holders in by_box.items():
             if len(holders) > 1:
                 sets = " and ".join(listed(some) for some in holders.values())
-                yield Difference(key, "replicas", f"{sets} hold different values of the same elements")
+                same = holders.get(hashes_of(right.total)) if right is not None and box.is_full else None
+                those = f", and {listed(same)} has the values of {to.path}" if same and to is not None else ""
+                yield Difference(key, "replicas", f"{sets} hold different values of the same elements{those}")
         if entry.short:
-            right = to.entries.get(key) if to is not None else None
             whose = whose_of(right, sorted(entry.short)) if right is not None else ""
             text = f"{rows_of(sorted(entry.short), entry.shape)}{whose} are in no {_unit(state)}"
             yield Difference(key, "held by none", text)
@@ -349,8 +374,9 @@ def _same_name(entry: Entry, other: Entry, known: Known) -> Iterator[Difference]
 
 
 def _roles(entry: Entry, other: Entry, a: State, b: State) -> Iterator[Difference]:
-    """Compare whether a parameter trains, and which optimizer has it."""
-    if entry.trains is not None and other.trains is not None and entry.trains != other.trains:
+    """Compare whether a parameter trains, and which optimizer has it: a receiver of weights trains nothing."""
+    are_trainings = a.has_optimizer == b.has_optimizer and a.trains and b.trains
+    if are_trainings and entry.trains is not None and other.trains is not None and entry.trains != other.trains:
         now = "trains" if other.trains else "is frozen"
         yield Difference(entry.key, "requires_grad", f"{now} in {b.path}, and not in {a.path}")
     if a.is_live and b.is_live and a.has_optimizer and b.has_optimizer and entry.stepped_by != other.stepped_by:
@@ -381,7 +407,7 @@ def _kind(entry: Entry) -> str:
 # Printing ------------------------------------------------------------------------------------------
 
 
-def lines(differences: Sequence[Difference], entries: Collection[EntryKey] = ()) -> Iterator[str]:
+def lines(differences: Sequence[Difference], entries: Mapping[EntryKey, Entry] | None = None) -> Iterator[str]:
     """Yield a line for each thing that is said, with the entries of which it is said.
 
     Args:
@@ -403,5 +429,5 @@ def lines(differences: Sequence[Difference], entries: Collection[EntryKey] = ())
             cost = f", which cost at most {some[0].distance:.1e} of a norm" if some[0].distance else ""
             yield f"{section}: {names}{more}: {text}{cost}"
         else:
-            count = sum(key.section == section for key in entries)
+            count = sum(key.section == section and not one.tied for key, one in (entries or {}).items())
             yield f"{section}: {names}{more and f';{more}, by {least:.1e} or more: {len(some)} of {count}'}"

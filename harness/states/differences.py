@@ -388,7 +388,7 @@ def _shapes_of_digests(entry: Entry, other: Entry, said: str) -> tuple[str, str]
         if other.shape == entry.shape[::-1]:
             return "transposed", f"is transposed, by its norm: {said}"
         if other.shape[1:] == entry.shape[1:] and other.shape[0] > entry.shape[0]:
-            return "padding", f"has {other.shape[0] - entry.shape[0]} rows of padding, by its norm: {said}"
+            return "padding", f"has {_rows(other.shape[0] - entry.shape[0])} of padding, by its norm: {said}"
     return "shape", said
 
 
@@ -405,16 +405,16 @@ def _owner_of(entry: Entry, tensor: torch.Tensor) -> str | None:
 
 def _padded(entry: Entry, other: Entry, tensor: torch.Tensor, said: str) -> tuple[str, str]:
     more = tensor.numel() - entry.numel
+    count = other.shape[0] - entry.shape[0] if other.shape and entry.shape else 0
     if entry.numel and other.shape and other.shape[1:] == entry.shape[1:]:
-        count = other.shape[0] - entry.shape[0]
         if more > 0 and _is(entry, tensor[count:]):
-            return "padding", f"has {count} rows of padding before the others: {said}"
+            return "padding", f"has {_rows(count)} of padding before the others: {said}"
         if more < 0 and _is_beginning(entry, tensor):
-            return "cut", f"lacks the last {-count} row{'s' * (count < -1)}: {said}"
+            return "cut", f"lacks the last {_rows(-count)}: {said}"
     if not entry.numel or more < 0:
         return "shape", said
     if other.shape[1:] == entry.shape[1:] and more and _is(entry, tensor[: entry.shape[0]]):
-        return "padding", f"has {other.shape[0] - entry.shape[0]} rows of padding: {said}"
+        return "padding", f"has {_rows(count)} of padding: {said}"
     if _is(entry, tensor.reshape(-1)[: entry.numel].reshape(entry.shape)):
         is_flat = f"is flat, with {more} elements of padding: {said}"
         return ("padding", is_flat) if more else ("shape", f"{said}, with the same values")
@@ -457,6 +457,10 @@ def _squares(sums: Sums, number: int) -> float:
 def _eps(dtype: str) -> float:
     kind: Any = getattr(torch, dtype, None)
     return float(torch.finfo(kind).eps) if isinstance(kind, torch.dtype) and kind.is_floating_point else 0.0
+
+
+def _rows(count: int) -> str:
+    return f"{count} row{'s' * (count != 1)}"
 
 
 def rows_of(numbers: Sequence[int], shape: Sequence[int]) -> str:

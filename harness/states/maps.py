@@ -221,6 +221,10 @@ class Parallel(NamedTuple):
     rank: int = 0
     size: int = 1
 
+    def __str__(self) -> str:
+        """Return the words of a message."""
+        return f"rank {self.rank} of {self.size}"
+
 
 ONE = Parallel()
 """Of a rank that has all of each entry."""
@@ -287,7 +291,7 @@ def _fused(
 def _rows(tensor: torch.Tensor, full: Sequence[tuple[int, ...]], parallel: Parallel) -> list[int]:
     """Return how many rows a rank has of each entry in a fused tensor."""
     said = f"its shape {list(tensor.shape)} is not made of {', '.join(str(list(one)) for one in full)}"
-    said += f" on rank {parallel.rank} of {parallel.size}" if parallel.size > 1 else ""
+    said += f" on {parallel}"
     if any(not one or one[1:] != tuple(tensor.shape[1:]) for one in full):
         raise NoFit(said)
     rows = [one[0] // parallel.size for one in full]
@@ -318,8 +322,7 @@ def fitted(tensor: torch.Tensor, shape: tuple[int, ...], parallel: Parallel) -> 
         return tensor, Box(shape)
     differing = [dim for dim, (one, other) in enumerate(zip(local, shape, strict=False)) if one != other]
     if len(local) != len(shape) or len(differing) != 1 or local[differing[0]] * parallel.size < shape[differing[0]]:
-        on = f" on rank {parallel.rank} of {parallel.size}" if parallel.size > 1 else ""
-        raise NoFit(f"its shape {list(local)} is no part of {list(shape)}{on}")
+        raise NoFit(f"its shape {list(local)} is no part of {list(shape)} on {parallel}")
     dim = differing[0]
     start = min(parallel.rank * local[dim], shape[dim])
     stop = min(start + local[dim], shape[dim])  # what follows pads a vocabulary

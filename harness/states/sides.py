@@ -150,6 +150,11 @@ class State:
         """Whether it has settings or states of an optimizer."""
         return any(key.section == OPTIMIZER for key in self.entries)
 
+    @functools.cached_property
+    def trains(self) -> bool:
+        """Whether a parameter of it trains: none of a receiver does."""
+        return any(one.trains for one in self.entries.values())
+
 
 def read(path: str) -> State:
     """Read a snapshot or checkpoint files.

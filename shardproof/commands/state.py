@@ -43,8 +43,13 @@ def state(arguments: Sequence[str]) -> int:
         return _print(lines, found, options.json)
 
     b = sides.read(options.b)
+    def translated(state: "State", to: "State") -> "State":
+        state = sides.renamed(state, options.rename)
+        return sides.mapped(state, options.map, to) if options.map else state
+
     if b.is_live and not a.is_live:
-        a, _ = sides.aligned(flat.unflattened(a, b), b)
+        live = translated(b, a)
+        a, _ = sides.aligned(flat.unflattened(a, live), live)
 
     def read(path: str) -> tuple["State", str]:
         state = b if path == options.b else sides.read(path)
@@ -75,8 +80,10 @@ def _summary(state: "State") -> list[str]:
         tensors = [one for one in mine if one.is_tensor]
         numel = sum(one.numel for one in tensors)
         dtypes = ", ".join(dict.fromkeys(one.dtype for one in tensors))
-        values = f", {len(mine) - len(tensors)} values" if len(mine) > len(tensors) else ""
-        lines.append(f"  {section}: {len(tensors)} tensors of {numel:,} elements ({dtypes}){values}")
+        count, others = len(tensors), len(mine) - len(tensors)
+        told = [f"{count} tensor{'s' * (count != 1)} of {numel:,} elements ({dtypes})"] if tensors else []
+        told += [f"{others} value{'s' * (others != 1)}"] if others else []
+        lines.append(f"  {section}: {', '.join(told)}")
     return lines
 
 

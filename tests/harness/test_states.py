@@ -279,6 +279,32 @@ def test_states_of_two_trainings_say_what_trains_and_what_is_tied(made, tmp_path
     ]
 
 
+def test_a_receiver_trains_nothing(made, tmp_path, capsys):
+    engine = Net()
+    shardproof.state(engine, torch.optim.SGD(engine.parameters(), lr=0.1), out=tmp_path / "trainer")
+    shardproof.state(engine.requires_grad_(False), out=tmp_path / "engine")
+    assert said(capsys, tmp_path / "trainer", tmp_path / "engine", code=0) == "nothing differs"
+
+
+def test_values_of_extra_that_a_file_lacks_are_named(tmp_path, capsys):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shardproof.state(model, optimizer, out=tmp_path / "one", extra={"tokens": 3, "step": 1})
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}, tmp_path / "one.pt")
+    assert main(["state", str(tmp_path / "one"), str(tmp_path / "one.pt")]) == 0
+    text = capsys.readouterr().out
+    assert f"not compared: tokens of extra: {tmp_path / 'one.pt'} has no entry of such a name" in text, text
+
+
+def test_names_with_a_word_inside_share_a_line(tmp_path, capsys):
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])})
+    shardproof.state(model, out=tmp_path / "one")
+    saved = {name.replace("layers.", "layers._orig_mod."): one for name, one in model.state_dict().items()}
+    torch.save(saved, tmp_path / "one.pt")
+    text = said(capsys, tmp_path / "one", tmp_path / "one.pt", code=1)
+    assert text.endswith("is there with '_orig_mod' behind 'layers' in its name") and len(text.splitlines()) == 1, text
+
+
 # States that are wrong in themselves --------------------------------------------------------------
 
 
