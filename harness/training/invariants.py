@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -286,12 +287,19 @@ class _Likeness:
         vector = vector_of(evidence.gradients[rank].at_step[name])
         factor, rest = fit(vector, vector_of(evidence.gradients[other].at_step[name]))
         allowed = max(numerics.ALIKE, evidence.tolerance(name))
-        self.ratios.add(f"{factor:.4g}" if rest < allowed else "")
+        # Any two numbers are multiples of each other.
+        is_number = math.prod(evidence.starts[0].shapes.get(name, (2,))) == 1
+        self.ratios.add(f"{factor:.4g}" if rest < allowed and not is_number else "")
         both = evidence.computed(name, rank)
         self.are_seen &= both is not None
-        self.are_own &= both is not None and fit(*both)[1] < allowed
+        self.are_own &= both is not None and _rest(*both, is_number) < allowed
         alone = [vector_of(one) for _, one in evidence.gradients[rank].own.get(name, [])]
-        self.are_alone &= bool(alone) and fit(vector, torch.stack(alone).sum(0))[1] < allowed
+        self.are_alone &= bool(alone) and _rest(vector, torch.stack(alone).sum(0), is_number) < allowed
+
+
+def _rest(seen: torch.Tensor, parts: torch.Tensor, is_number: bool) -> float:
+    """Return the relative distance of gradients that a factor leaves; of a number there is none."""
+    return float((seen - parts).norm() / seen.norm()) if is_number else fit(seen, parts)[1]
 
 
 def _why_replicas_differ(evidence: Evidence, members: Sequence[int], names: Sequence[str]) -> list[str]:
