@@ -37,6 +37,14 @@ def count() -> int:
     return torch.accelerator.device_count() if accelerator() else 0
 
 
+def properties() -> list[tuple[str, int]]:
+    """The name of each device of the accelerator here, and the bytes of its memory: its type and 0 where torch has none."""
+    kind = accelerator()
+    ask = getattr(torch.get_device_module(kind), "get_device_properties", lambda _: None)
+    found = map(ask, range(count()))
+    return [(getattr(one, "name", kind), getattr(one, "total_memory", 0)) for one in found]
+
+
 def check(asked: str) -> None:
     """Refuse a value of ``--device`` that this host does not have, by a ValueError of one line."""
     here = accelerator()
