@@ -1,8 +1,9 @@
-"""The backend ``host``: kernels of torch's collectives for PrivateUse1 that copy to the host, call gloo, and copy back."""
+"""The backend ``host``: kernels of collectives for PrivateUse1, which copy to the host, call gloo and copy back."""
 
 import functools
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ _LIBRARY = torch.library.Library("c10d", "IMPL")
 
 
 def register() -> None:
-    """Make ``host`` the default backend of the device, as far as the device's package has registered none."""
+    """Make ``host`` the default backend of the device, whatever its package has registered."""
     device = torch._C._get_privateuse1_backend_name()
     # The package's own backend may be there and move nothing.
     dist.Backend.default_device_backend_map[device] = NAME
@@ -69,8 +70,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def _write(target: Any, source: Any) -> None:
     if isinstance(target, torch.Tensor):
-        # A collective of torch's own leaves versions alone.
-        with torch.autograd._unsafe_preserve_version_counter(target):
+        # A collective of torch's own leaves versions alone; tensors of inference have none.
+        with nullcontext() if target.is_inference() else torch.autograd._unsafe_preserve_version_counter(target):
             target.copy_(source)
         return
     for one, other in zip(target, source, strict=True):
