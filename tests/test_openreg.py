@@ -33,7 +33,7 @@ def test_collectives_through_the_host_move_data(site, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import torch, torch.distributed as dist\n"
-        "dist.init_process_group()\n"
+        "dist.init_process_group('host')\n"
         "rank = dist.get_rank()\n"
         "device = torch.device('openreg', rank)\n"
         "total = torch.tensor([rank + 1.0], device=device, requires_grad=True).detach()\n"

@@ -25,7 +25,10 @@ _LIBRARY = torch.library.Library("c10d", "IMPL")
 
 
 def register() -> None:
-    """Make ``host`` the default backend of the device, whatever its package has registered."""
+    """Make ``host`` the default backend of the device, whatever its package has registered.
+
+    A script names it all the same, ``init_process_group("host")``: a group of the default backend has none for the CPU.
+    """
     device = torch._C._get_privateuse1_backend_name()
     # The package's own backend may be there and move nothing.
     dist.Backend.default_device_backend_map[device] = NAME
