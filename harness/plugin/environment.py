@@ -32,8 +32,7 @@ def describe(
     from shardproof.harness.judging import numerics
     from shardproof.harness.tensors import devices, private
 
-    module = torch.get_device_module(selection.device)
-    found = [module.get_device_properties(i) for i in range(0 if selection.device == "cpu" else devices.count())]
+    found = [] if selection.device == "cpu" else devices.properties()
     package = pathlib.Path(shardproof.__file__).parent
     return Environment(
         torchrun=None if fleet is None else _job(fleet),
@@ -48,7 +47,7 @@ def describe(
         platform=platform.platform(),
         cpu_count=os.cpu_count(),
         device=selection.device,
-        accelerators=[Accelerator(name=one.name, memory_bytes=getattr(one, "total_memory", 0)) for one in found],
+        accelerators=[Accelerator(name=name, memory_bytes=nbytes) for name, nbytes in found],
         nccl=devices.nccl_version() if selection.backend == "nccl" else None,
         backend=selection.backend,
         started=started.isoformat(timespec="seconds"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import time
 from typing import Any, Literal
 
@@ -19,6 +20,11 @@ from shardproof.harness.tensors import private
 #: The device types and backends that an entry of known failures may name, on hosts that lack them too. A run takes
 #: whatever torch reports, and its backend is the one that is registered for the type.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "hpu": "hccl", "npu": "hccl", "xpu": "xccl"}
+
+#: The name of the device type of the dispatch key PrivateUse1.
+_OPEN_KEY = "torch._C._get_privateuse1_backend_name"
+
+_NO_KERNEL = re.compile(r"Could not run '(\w+::[\w.]+)' with arguments|(\w+_overrideable) not implemented")
 
 #: The kernels that the clock is measured with, and the cycles of each: about half a millisecond.
 _KERNELS = 20
@@ -35,6 +41,25 @@ def accelerator() -> str:
 def count() -> int:
     """The number of its devices on this host."""
     return torch.accelerator.device_count() if accelerator() else 0
+
+
+def properties() -> list[tuple[str, int]]:
+    """The name and the bytes of memory of each of its devices: the type and 0 where its module does not say."""
+    kind = accelerator()
+    ask = getattr(torch.get_device_module(kind), "get_device_properties", lambda _: None)
+    found = map(ask, range(count()))
+    return [(getattr(one, "name", kind), getattr(one, "total_memory", 0)) for one in found]
+
+
+def missing_kernel(error: BaseException, device: torch.device) -> str:
+    """Why a case cannot run on a device of torch's open key, if that has no kernel of an operator; or "".
+
+    On other devices a missing kernel is a fault of torch's or of the caller's.
+    """
+    if not isinstance(error, NotImplementedError) or device.type != private.need(_OPEN_KEY)():
+        return ""
+    found = _NO_KERNEL.match(str(error))
+    return f"the device {device.type} has no kernel of {found[1] or found[2]}" if found else ""
 
 
 def check(asked: str) -> None:

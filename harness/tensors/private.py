@@ -146,6 +146,7 @@ NAMES = tuple(
         ("_C._current_graph_task_id", "counting recomputations, and random numbers that they draw", _UNMET),
         ("UntypedStorage._new_with_weak_ptr", "a census of the memory of units", _UNMET),
         ("cuda._sleep", "delays on a GPU", _UNMET),
+        ("_C._get_privateuse1_backend_name", "cases for which such a device lacks a kernel", _UNMET),
         ("_C._cuda_clearCublasWorkspaces", "the benchmark of planned memory", "it does not run"),
     )
 )  # fmt: skip

@@ -36,8 +36,8 @@ from shardproof.harness.parity import course
 from shardproof.harness.parity.exchange import Exchange
 from shardproof.harness.parity.rank import NotShared, Rank, Seeds
 from shardproof.harness.parity.rank_state import RankState
-from shardproof.harness.tensors import memory, private
-from shardproof.harness.worlds import flight_recorder, gloo, instruments, leftovers
+from shardproof.harness.tensors import devices, memory, private
+from shardproof.harness.worlds import flight_recorder, gloo, instruments, leftovers, probe
 from shardproof.harness.worlds.jobs import BOARD, DUMPED, Job, RankSpec, Result, RollCall
 from shardproof.harness.worlds.torchrun import meeting
 from shardproof.harness.worlds.torchrun.meeting import Channel
@@ -104,6 +104,9 @@ def main(connection: Connection | Channel, spec: RankSpec) -> None:
     _dump_stacks_on_signal(log, pathlib.Path(spec.directory) / f"rank{spec.index}{DUMPED}")
     try:
         state = _start(spec)
+    except probe.MovesNoData as error:
+        connection.send(("failed", str(error)))
+        return
     except Exception:
         connection.send(("failed", bounded(traceback.format_exc(), MOST_OF_A_RANK)))
         return
@@ -186,6 +189,7 @@ def _start(spec: RankSpec) -> RankState:
         # wrapper cannot be split: a mesh of several dimensions would raise.
         device_id=device if key.backend == "nccl" and key.debug_level != "DETAIL" else None,
     )
+    probe.check(device)
     nodes = spec.nodes or (0,) * key.size
     here = [rank for rank, node in enumerate(nodes) if node == nodes[spec.index]]
     # Constructed before the barrier, so that each rank finds the files of the others after it.
@@ -352,7 +356,7 @@ def _outcome(result: Result, rank: Rank | None = None) -> Iterator[None]:
         if isinstance(error, Divergence):
             result.agreed = True
             result.location = error.location
-        if complaint := private.complaint_of(error):
+        if complaint := private.complaint_of(error) or (rank and devices.missing_kernel(error, rank.device)):
             # The case is not to blame, nor the implementation.
             result.verdict, result.text = Verdict.UNMET, complaint
         if isinstance(error, pytest.skip.Exception):
