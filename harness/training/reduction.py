@@ -252,7 +252,9 @@ class _Sorting:
     def _take_scale(self, gradient: _Gradient) -> None:
         for stage, scales in self.scales.items():
             fitted = gradient.fitted(stage)
-            if fitted and all(one.is_multiple(gradient.tolerance) for one in fitted):
+            # A number is a multiple of any sum: of one sum on all ranks if by one factor.
+            is_one = gradient.numel > 1 or all(_are_near(one.factor, fitted[0].factor) for one in fitted)
+            if fitted and is_one and all(one.is_multiple(gradient.tolerance) for one in fitted):
                 factor = fitted[0].factor * self.evidence.hooked(gradient.name)
                 # Numbers that are all rounded alike, as one element is, have no residual: the rounding of both stages.
                 rounded = 2 * self.evidence.rounding(gradient.name)

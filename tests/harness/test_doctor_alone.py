@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardproof.harness.parity.rank import Rank
+from shardproof.harness.training.doctor import doctor
 from shardproof.testing import world
-from tests.harness.test_doctor_loops import adamw, perceptron, sgd, titles, train
+from tests.harness.test_doctor_loops import Data, adamw, perceptron, sgd, titles, train
 
 NOT_REDUCED = "gradients are not reduced [D11, S2]"
 SCALES = "ranks scale gradients differently [D10, S6]"
@@ -246,6 +247,31 @@ def zeroed(data):
     train(model, optimizer, data, before=before)
 
 
+class Scaled(nn.Module):
+    """A perceptron with a temperature that its unit ignores."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.temperature = perceptron(), nn.Parameter(torch.tensor([2.0]))
+        fully_shard(self, ignored_params={self.temperature})
+
+    def forward(self, x):
+        return self.net(x) * self.temperature
+
+
+def ignored_number(data, reduces=True):
+    """What ``fully_shard`` ignores is reduced by hand, or not at all."""
+    model = Scaled()
+    optimizer = adamw(model)
+    for inputs, labels in data.batches():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        if reduces:
+            dist.all_reduce(model.temperature.grad)
+            model.temperature.grad /= dist.get_world_size()
+        optimizer.step()
+
+
 #: Healthy loops: the notes that are printed.
 HEALTHY = {
     "past the hooks": (past_hooks, set()),
@@ -253,6 +279,7 @@ HEALTHY = {
     "outer steps, normalized": (lambda data: outer_steps(data, scale_alone, make=sgd), {NOT_REDUCED}),
     "outer steps, weighed": (lambda data: outer_steps(data, functools.partial(weigh_alone, data=data)), {NOT_REDUCED}),
     "outer steps of two": (lambda data: outer_steps(data, clip_alone, period=2), {NOT_REDUCED}),
+    "a number that FSDP2 ignores": (ignored_number, set()),
     "experts": (experts, set()),
     "experts of Adam": (lambda data: experts(data, make=adamw), set()),
     "experts that begin alike": (lambda data: experts(data, seed=7), set()),
@@ -295,3 +322,12 @@ def test_its_broken_twin_is_found(rank: Rank, name):
     loop, said = BROKEN[name]
     findings, notes = titles(loop, rank)
     assert said in findings | notes, (findings, notes)
+
+
+@pytest.mark.sampled
+@world(2)
+def test_numbers_of_ranks_are_no_multiples_of_each_other(rank: Rank):
+    with doctor(on_finding="collect", patience=20) as watching:
+        ignored_number(Data(rank.index), reduces=False)
+    (found,) = [one.render() for one in watching.findings if "replicas differ" in one.title]
+    assert "each rank has its own gradients: nothing has reduced them" in found and "scales" not in found, found
