@@ -310,3 +310,8 @@ def _error(value: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
         return error
     same = (value == oracle) | (value.isnan() & oracle.isnan())
     return error.nan_to_num(nan=math.inf).masked_fill(same, 0.0)
+
+
+#: The relative distance within which gradients that cross the boundary of two stages are one, as after rounding to
+#: bfloat16 on the way; and how many times as far as another gradient the own one is at least.
+ONE_GRADIENT, TIMES_AS_FAR = 0.01, 4

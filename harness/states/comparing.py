@@ -50,7 +50,7 @@ def scope(a: State, b: State, *, earlier: Sequence[State] = ()) -> Scope:
     """
     sections, lacking, left = [], list[Difference](), list[str]()
     alone = _alone(a, b, earlier)
-    for section in (MODEL, OPTIMIZER, SCHEDULER, *[EXTRA] * (a.is_live and b.is_live)):
+    for section in _sections(a, b):
         mine, its = (sum(key.section == section for key in one.entries) for one in (a, b))
         count, has, without = mine or its, *((a, b) if mine else (b, a))
         if its and (mine or section == MODEL):
@@ -58,14 +58,23 @@ def scope(a: State, b: State, *, earlier: Sequence[State] = ()) -> Scope:
         elif count and _is_left_out(section, without, has, is_alone=without.path in alone, is_first=not mine):
             left.append(f"the {section} of {has.path} ({count} entries)")
         elif count:
-            text = f"none of its {count} entries is {'there' if mine else f'in {a.path}'}"
-            lacking.append(Difference(EntryKey(section, f"the {section}"), "missing", text))
-    told = [_told(left, alone), "" if EXTRA in sections or b.path in alone else _told_of_your_own(a, b)]
+            lacking.append(_lack(section, count, "there" if mine else f"in {a.path}"))
+    told = [_told(left, alone), _told_of_your_own(a, b, sections, alone)]
     return Scope(tuple(sections), tuple(lacking), "\n".join(filter(None, told)))
 
 
-def _told_of_your_own(a: State, b: State) -> str:
+def _sections(a: State, b: State) -> tuple[str, ...]:
+    return (MODEL, OPTIMIZER, SCHEDULER, *[EXTRA] * (a.is_live and b.is_live))
+
+
+def _lack(section: str, count: int, where: str) -> Difference:
+    return Difference(EntryKey(section, f"the {section}"), "missing", f"none of its {count} entries is {where}")
+
+
+def _told_of_your_own(a: State, b: State, sections: Sequence[str], alone: Sequence[str]) -> str:
     """Say which of your own values a file does not have: it may have other names for them."""
+    if EXTRA in sections or b.path in alone:
+        return ""
     mine, its = (
         schedulers.values_of({key.name: "" for key in state.entries if key.section == EXTRA}).keys() for state in (a, b)
     )
@@ -305,8 +314,7 @@ def check(state: State, to: State | None = None) -> Iterator[Difference]:
         for box, holders in by_box.items():
             if len(holders) > 1:
                 sets = " and ".join(listed(some) for some in holders.values())
-                same = holders.get(hashes_of(right.total)) if right is not None and box.is_full else None
-                those = f", and {listed(same)} has the values of {to.path}" if same and to is not None else ""
+                those = _right_ones(box, holders, right, to)
                 yield Difference(key, "replicas", f"{sets} hold different values of the same elements{those}")
         if entry.short:
             whose = whose_of(right, sorted(entry.short)) if right is not None else ""
@@ -315,6 +323,14 @@ def check(state: State, to: State | None = None) -> Iterator[Difference]:
         if len(set(entry.values.values())) > 1 and entry.key.section != MODEL:
             told = ", ".join(f"{value} on {source}" for source, value in list(entry.values.items())[:4])
             yield Difference(key, "differs between ranks", told)
+
+
+def _right_ones(
+    box: Box, holders: Mapping[tuple[int, ...], Sequence[str]], right: Entry | None, to: State | None
+) -> str:
+    """Say which of those that hold different values have the right ones, if it is known."""
+    same = holders.get(hashes_of(right.total)) if right is not None and box.is_full else None
+    return f", and {listed(same)} has the values of {to.path}" if same and to is not None else ""
 
 
 def _unit(state: State) -> str:

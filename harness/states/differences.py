@@ -405,19 +405,25 @@ def _owner_of(entry: Entry, tensor: torch.Tensor) -> str | None:
 
 def _padded(entry: Entry, other: Entry, tensor: torch.Tensor, said: str) -> tuple[str, str]:
     more = tensor.numel() - entry.numel
-    count = other.shape[0] - entry.shape[0] if other.shape and entry.shape else 0
-    if entry.numel and other.shape and other.shape[1:] == entry.shape[1:]:
-        if more > 0 and _is(entry, tensor[count:]):
-            return "padding", f"has {_rows(count)} of padding before the others: {said}"
-        if more < 0 and _is_beginning(entry, tensor):
-            return "cut", f"lacks the last {_rows(-count)}: {said}"
-    if not entry.numel or more < 0:
-        return "shape", said
-    if other.shape[1:] == entry.shape[1:] and more and _is(entry, tensor[: entry.shape[0]]):
-        return "padding", f"has {_rows(count)} of padding: {said}"
-    if _is(entry, tensor.reshape(-1)[: entry.numel].reshape(entry.shape)):
+    if entry.numel and other.shape and other.shape[1:] == entry.shape[1:] and more:
+        return _longer(entry, tensor, said, more)
+    if entry.numel and more >= 0 and _is(entry, tensor.reshape(-1)[: entry.numel].reshape(entry.shape)):
         is_flat = f"is flat, with {more} elements of padding: {said}"
         return ("padding", is_flat) if more else ("shape", f"{said}, with the same values")
+    return "shape", said
+
+
+def _longer(entry: Entry, tensor: torch.Tensor, said: str, more: int) -> tuple[str, str]:
+    """Say what a tensor has that has ``more`` elements, in rows of the shape of the entry's."""
+    count = tensor.shape[0] - (entry.shape[0] if entry.shape else 0)
+    if more < 0:
+        return ("cut", f"lacks the last {_rows(-count)}: {said}") if _is_beginning(entry, tensor) else ("shape", said)
+    if _is(entry, tensor[count:]):
+        return "padding", f"has {_rows(count)} of padding before the others: {said}"
+    if _is(entry, tensor[: entry.shape[0]]):
+        return "padding", f"has {_rows(count)} of padding: {said}"
+    if entry.numel and _is(entry, tensor.reshape(-1)[: entry.numel].reshape(entry.shape)):
+        return "padding", f"is flat, with {more} elements of padding: {said}"
     return "shape", said
 
 

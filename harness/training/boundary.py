@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardproof.harness.judging import codes
+from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.signatures import fit
 from shardproof.harness.judging.texts import ranks_of
 from shardproof.harness.tensors.fingerprints import Fingerprint
@@ -16,10 +16,6 @@ from shardproof.harness.training.findings import DoctorFinding
 #: The titles of the findings, and of the notes.
 MIXED, STALE = "gradients of microbatches are mixed up between stages", "a stage uses gradients of an earlier step"
 UNEVEN, UNUSED = "a stage scales gradients of microbatches unevenly", "a stage leaves out gradients of microbatches"
-
-#: The relative distance of gradients that are one, as after rounding to bfloat16 on the way, and how many times as far
-#: as another gradient the own one is at least.
-_ONE, _TIMES_AS_FAR = 0.01, 4
 
 _Ranks = tuple[int, ...]
 
@@ -48,7 +44,9 @@ def _of_link(step: int, of: str, sent: Sequence[_Sent], before: Sequence[Fingerp
         sent: the microbatches.
         before: the gradients that stages computed in earlier steps.
     """
-    others = [number for number, one in enumerate(sent) if one.used and _fit(one.used, one.given)[1] >= _ONE]
+    others = [
+        number for number, one in enumerate(sent) if one.used and _fit(one.used, one.given)[1] >= numerics.ONE_GRADIENT
+    ]
     found = {number: _index(sent[number], [one.given for one in sent]) for number in others}
     mixed = {number: other for number, other in found.items() if other is not None}
     if mixed:
@@ -78,7 +76,7 @@ def _of_factors(step: int, of: str, sent: Sequence[_Sent]) -> Iterator[DoctorFin
         line = f"{of}, backward has no gradient for {unused}, for which the next stage computes one"
         mend = "meant, as where a microbatch is left out? else call backward on each output with its gradient"
         yield DoctorFinding((codes.CROSSINGS,), codes.MISSING, step, UNUSED, (line, mend), is_note=True)
-    elif factors and max(factors) - min(factors) > _ONE * max(map(abs, factors)):
+    elif factors and max(factors) - min(factors) > numerics.ONE_GRADIENT * max(map(abs, factors)):
         line = (
             f"{of}, backward has gradients that are {min(factors):.4g} to {max(factors):.4g} x those which the next "
             "stage computes"
@@ -133,7 +131,11 @@ def _index(sent: _Sent, given: Sequence[Fingerprint]) -> int | None:
         return None
     own, rests = _fit(sent.used, sent.given)[1], [_fit(sent.used, one)[1] for one in given]
     nearest = min(range(len(rests)), key=rests.__getitem__, default=None)
-    return nearest if nearest is not None and rests[nearest] < min(_ONE, own / _TIMES_AS_FAR) else None
+    return (
+        nearest
+        if nearest is not None and rests[nearest] < min(numerics.ONE_GRADIENT, own / numerics.TIMES_AS_FAR)
+        else None
+    )
 
 
 def _fit(used: Fingerprint, given: Fingerprint) -> tuple[float, float]:
