@@ -111,10 +111,10 @@ def traces():
     counters.clear()
 
 
-DAILY = {("blocks in place", "fullgraph"), ("a function in it", "fullgraph")}
+DAILY = {("a function in it", "fullgraph")}
 
-#: With the backend that compiles backward too, and in one graph, which a hook that broke it would refuse: the two
-#: compiled in the standard run have hooks outside and inside of what is compiled; the others are of the night.
+#: With the backend that compiles backward too, and in one graph, which a hook that broke it would refuse: that of the
+#: standard run has hooks inside of what is compiled; the others are of the night.
 WAYS = {
     f"{name}-{label}": pytest.param(name, backend, is_full, marks=[] if (name, label) in DAILY else pytest.mark.nightly)
     for name in COMPILES
@@ -143,7 +143,7 @@ def test_compiled_modules_are_named_and_keep_their_graphs(name, backend, is_full
     assert "1 different microbatches, 1 a step" in watching.summary()
 
 
-@pytest.mark.parametrize("is_full", [False, True], ids=["", "fullgraph"])
+@pytest.mark.parametrize("is_full", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["", "fullgraph"])
 def test_a_compiled_function_around_the_model_trains_as_it_does_alone(is_full, traces, capsys):
     options = {"backend": "aot_eager", "fullgraph": is_full}
     alone = train(torch.compile, is_around=True, **options)

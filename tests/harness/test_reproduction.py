@@ -74,6 +74,7 @@ def test_a_case_of_a_project_in_a_directory_below(start, tmp_path):
     assert "the failure" in pasted(line)
 
 
+@pytest.mark.nightly
 def test_a_case_of_the_suites_in_a_clone_with_an_adapter_of_the_current_directory(start, tmp_path):
     (tmp_path / "mine.py").write_text(ADAPTER)
     suite = ROOT / "suites/test_training.py"
