@@ -49,6 +49,7 @@ def test_a_right_training_agrees(name: str, model: str) -> None:
     assert done.returncode == 0 and done.stdout.startswith("pass  "), done.stdout + done.stderr
 
 
+@pytest.mark.nightly
 def test_a_check_from_python_returns_a_record_whose_run_file_stays(tmp_path: pathlib.Path) -> None:
     functions = {name: f"{LOOP}:{name}" for name in ("model", "parallelize", "data", "step")}
     record = shardproof.check(**functions, mesh="2", device="cpu", steps=1, report=tmp_path / "run.json")

@@ -44,6 +44,7 @@ def test_the_end_of_a_process_collects_what_a_user_may_count_on(body, printed):
     assert python("-c", CIRCLE.format(body=body)).stdout == printed
 
 
+@pytest.mark.nightly
 def test_a_run_collects_garbage_from_its_first_case_on_and_none_at_its_end(pytester):
     session = "import gc\ndef pytest_runtestloop(session): print('is on:', gc.isenabled())\n"
     pytester.makeconftest(session + CIRCLE.format(body=""))

@@ -47,8 +47,8 @@ def script(tmp_path):
     ("arguments", "code", "verdict"),
     [
         (("3",), 0, "found"),
-        (("3", "healthy"), 0, "nothing found"),
-        (("0",), 0, "not judged"),
+        pytest.param(("3", "healthy"), 0, "nothing found", marks=pytest.mark.nightly),
+        pytest.param(("0",), 0, "not judged", marks=pytest.mark.nightly),
         (("3", "raises"), 1, "not judged"),
     ],
 )

@@ -43,6 +43,7 @@ def test_no_pull_request_is_both_a_row_and_dropped() -> None:
     assert not {(row.package, row.pr) for row in ROWS.values()} & others
 
 
+@pytest.mark.nightly
 def test_a_process_has_the_bug_and_the_disk_has_not() -> None:
     row = ROWS["77195"]
     module, _, function = row.place.partition(":")

@@ -97,6 +97,7 @@ def test_the_hook_refuses_an_import(tmp_path):
 # Breadth before depth
 
 
+@pytest.mark.nightly
 def test_a_run_begins_with_every_requirement(tmp_path):
     """Of both implementations each requirement that has an item comes before a second item of one that had its turn."""
     done = run("-m", "shardproof", "run", *ASKED, "--collect-only", "-q", cwd=tmp_path, path=ROOT, code=0)

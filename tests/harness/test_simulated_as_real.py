@@ -26,6 +26,7 @@ def test_ranks_of_real_worlds_with_all_settings(tmp_path):
     assert sum(record["verdict"] == "pass" for record in records) >= 40
 
 
+@pytest.mark.nightly
 def test_ordinary_runs_leave_simulated_cases_out(tmp_path):
     """And runs of simulated worlds leave all others out; N that a mesh does not divide into is unmet."""
     run_cases(tmp_path, ["reference"], SUITE, code=5)

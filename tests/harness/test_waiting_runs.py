@@ -147,7 +147,9 @@ def stopped_holder(short_tmp, monkeypatch, holding):
     tempfile.tempdir = None
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "1")], ids=["captured", "xdist"])
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("-n", "1"), marks=pytest.mark.nightly)], ids=["captured", "xdist"]
+)
 def test_a_lease_of_a_stopped_process_is_waited_for_visibly_and_not_for_ever(pytester, run, stopped_holder, options):
     pytester.makeconftest(QUICK)
     result = run(ONE_CASE, "--report", "run.json", "--device", "cpu", *options, own_process=True)
