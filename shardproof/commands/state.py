@@ -43,6 +43,7 @@ def state(arguments: Sequence[str]) -> int:
         return _print(lines, found, options.json)
 
     b = sides.read(options.b)
+
     def translated(state: "State", to: "State") -> "State":
         state = sides.renamed(state, options.rename)
         return sides.mapped(state, options.map, to) if options.map else state
