@@ -13,12 +13,10 @@ from torch import nn
 
 from shardproof.harness.judging import numerics
 from shardproof.harness.tensors.fingerprints import host_rows
+from shardproof.harness.watching.names import without_wrappers
 from shardproof.harness.watching.optimizers import parameters_in
 from shardproof.harness.watching.records import Missed, Undone
 from shardproof.harness.watching.samples import some_of
-
-#: Parts of names that wrappers add.
-_OF_WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 #: How many loads are remembered until an optimizer steps, of how many parameters, and of how many elements of each.
 _MOST_LOADS, _MOST_PARAMETERS, _MOST_ELEMENTS = 32, 16, 256
@@ -237,22 +235,18 @@ def _explained(
 
 def _pairs(given: Mapping[str, Any], missing: set[str]) -> Iterator[tuple[str, str, str, Any]]:
     """Yield prefixes, keys, names and values, where the key is the name but for the prefix and parts of wrappers."""
-    by_plain = {_plain(name): name for name in missing}
+    by_plain = {without_wrappers(name): name for name in missing}
     by_suffix: dict[str, list[tuple[str, str]]] = {}
     for plain, name in by_plain.items():
         for suffix, prefix in _suffixes(plain):
             by_suffix.setdefault(suffix, []).append((prefix, name))
     for key, value in given.items():
-        plain = _plain(key)
+        plain = without_wrappers(key)
         for suffix, prefix in ((plain, ""), *_suffixes(plain)):
             if suffix in by_plain:
                 yield f"{prefix}+", key, by_plain[suffix], value
         for prefix, name in by_suffix.get(plain, ()):
             yield f"-{prefix}", key, name, value
-
-
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
 
 
 def _suffixes(name: str) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ _INNER = {
     "OptimizedModule": "_orig_mod", "CheckpointWrapper": "_checkpoint_wrapped_module",
     "OffloadWrapper": "_checkpoint_wrapped_module",
 }  # fmt: skip
+_ATTRIBUTES = frozenset(_INNER.values())
 
 #: The class of attention's output projection.
 _UNCALLED = nn.modules.linear.NonDynamicallyQuantizableLinear
@@ -56,9 +57,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def without_wrappers(name: str) -> str:
     """Return the name that a parameter has in the module that user code built."""
-    for attribute in sorted(set(_INNER.values()), key=len, reverse=True):
-        name = name.replace(f"{attribute}.", "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _ATTRIBUTES)
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:

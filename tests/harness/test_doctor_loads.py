@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from shardproof.harness.parity.rank import Rank
+from shardproof.harness.watching.names import without_wrappers
 from shardproof.testing import world
 from tests.harness.test_doctor_loops import adamw, perceptron, sgd, titles, train
 
@@ -249,3 +250,7 @@ def test_its_broken_twin_is_found(rank: Rank, name):
     findings, _ = titles(loop, rank)
     # Where nothing but copies in user code steps, rank 0 tells what it has seen itself.
     assert finding in findings
+
+
+def test_wrappers_add_whole_parts_of_names():
+    assert without_wrappers("module._orig_mod.my_module.0._checkpoint_wrapped_module.weight") == "my_module.0.weight"
