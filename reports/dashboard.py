@@ -104,11 +104,12 @@ def dashboard(run: Run) -> Dashboard:
 
 def _profiles(run: Run) -> Sequence[Counts]:
     asked, found = asked_for(run), []
+    version = contract.version_of(run.environment.contract)
+    items = contract.items(version)
     for one in standings(run):
         if one.profile not in asked:
             continue
-        version = contract.version_of(run.environment.contract)
-        ids, items = contract.items_of_profile(one.profile, one.hardware, of=version), contract.items(version)
+        ids = contract.items_of_profile(one.profile, one.hardware, of=version)
         wanted = contract.profiles()[one.profile].requirements & {
             name for id_ in ids for name in items[id_].requirements
         }

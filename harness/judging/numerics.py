@@ -147,6 +147,10 @@ SAME_NORM = 1e-3
 #: What ``clip_grads_with_norm_`` adds to a norm, so as not to divide by zero.
 ADDED_TO_NORM = 1e-6
 
+#: The relative distance within which gradients that cross the boundary of two stages are one, as after rounding to
+#: bfloat16 on the way; and how many times as far as another gradient the own one is at least.
+ONE_GRADIENT, TIMES_AS_FAR = 0.01, 4
+
 #: Within which the gradients of a rank have one scale between backward and step.
 ONE_SCALE = 2e-2
 
@@ -310,8 +314,3 @@ def _error(value: torch.Tensor, oracle: torch.Tensor) -> torch.Tensor:
         return error
     same = (value == oracle) | (value.isnan() & oracle.isnan())
     return error.nan_to_num(nan=math.inf).masked_fill(same, 0.0)
-
-
-#: The relative distance within which gradients that cross the boundary of two stages are one, as after rounding to
-#: bfloat16 on the way; and how many times as far as another gradient the own one is at least.
-ONE_GRADIENT, TIMES_AS_FAR = 0.01, 4

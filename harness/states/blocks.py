@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from shardproof.harness.states.cuts import Tile, extent, tiles
-from shardproof.harness.tensors.fingerprints import Box, K, strided, words_of
+from shardproof.harness.tensors.fingerprints import FEW, Box, K, of_pairs, strided, words_of
 from shardproof.harness.tensors.pieces import Spans
 
 MOST = 64
@@ -254,10 +254,10 @@ class Digester:
         stack = first.contiguous()[None] if count == 1 else torch.stack(group.parts)
         group.numbers, group.parts = [], []
         if stack.is_complex():
-            stack, box = torch.view_as_real(stack.resolve_conj()), _of_pairs(box)
+            stack, box = torch.view_as_real(stack.resolve_conj()), of_pairs(box if box.shape else Box((1,)))
         stack = stack.reshape(count, -1)
         words = words_of(stack)
-        bits = words[:, :_FIRST] & -1 if stack.dtype == torch.float32 else words[:, :0].to(torch.int32)
+        bits = words[:, :_FIRST].clone() if stack.dtype == torch.float32 else words[:, :0].to(torch.int32)
         wide = max(1, _wide_on(first.device) // count)
         place = box, wide, stack.element_size(), first.device
         if (kept := self._kept.get((place, first.dtype))) is None:
@@ -265,12 +265,12 @@ class Digester:
             if 16 * extent(box) > box.numel:  # what is read of rows and columns takes as much room as the part
                 table = _table(count, first.device)
                 for tile in cut:
-                    _add(table, tile, _read(stack, words, tile))
+                    _add(table, tile, _read_tile(stack, words, tile))
                 self._finish(numbers, table, bits)
                 return
             kept = self._kept[place, first.dtype] = _Kept([*cut], [], [], [])
         kept.numbers.extend(numbers)
-        kept.reads.append([_read(stack, words, tile) for tile in kept.cut])
+        kept.reads.append([_read_tile(stack, words, tile) for tile in kept.cut])
         kept.digits.append(bits)
 
     def _finish(self, numbers: list[int], table: torch.Tensor, bits: torch.Tensor) -> None:
@@ -283,18 +283,11 @@ def _wide_on(device: torch.device) -> int:
     return _WIDE if device.type == "cpu" else _WIDE_OF_ACCELERATORS
 
 
-def _of_pairs(box: Box) -> Box:
-    """Return the box of the real and imaginary parts, which are one more dimension; there are rows in any case."""
-    shape = (*(box.shape or (1,)), 2)
-    dims = None if box.dims is None or not box.shape else (*box.dims, ((0, 2),))
-    return Box(shape, dims, None if box.flat is None else (2 * box.flat[0], 2 * box.flat[1]))
-
-
-def _read(stack: torch.Tensor, words: torch.Tensor, tile: Tile) -> _Read:
+def _read_tile(stack: torch.Tensor, words: torch.Tensor, tile: Tile) -> _Read:
     """Read a tile of parts [parts, elements], of which ``words`` has the bits."""
     hashes = tile.products(words).sum(2)
     values = tile.of(stack).to(torch.float64)
-    if values.shape[1] < _FEW:
+    if values.shape[1] < FEW:
         return _Read(hashes, _squares(values), values @ tile.right.t())
     return _Read(hashes, _squares(values), torch.bmm(tile.left.expand(len(values), -1, -1), values))
 
@@ -309,7 +302,7 @@ def _add(table: torch.Tensor, tile: Tile, read: _Read) -> None:
     hashes, squares, sketches, _ = table.split([MOST, MOST, K, 1], 1)
     hashes.index_add_(1, tile.blocks, read.hashes * tile.row_numbers)
     squares.view(torch.float64).index_add_(1, tile.blocks, read.squares)
-    if read.squares.shape[1] < _FEW:
+    if read.squares.shape[1] < FEW:
         sketches.view(torch.float64).add_((read.sketches * tile.left.t()).sum(1))
     else:
         sketches.view(torch.float64).add_((read.sketches * tile.right).sum(2))
@@ -321,10 +314,6 @@ def _squares(values: torch.Tensor) -> torch.Tensor:
         return values.square().sum(2)
     norms: torch.Tensor = torch.linalg.vector_norm(values, dim=2)
     return norms.square_()
-
-
-#: Fewer rows are summed along their columns first.
-_FEW = 16
 
 
 #: The bits of a float32 element beyond those of bfloat16, and beyond those of float16.

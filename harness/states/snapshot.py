@@ -228,7 +228,8 @@ def _blocks_of(box: Box) -> torch.Tensor:
 
 
 def _text(numbers: torch.Tensor) -> str:
-    return base64.b64encode(numbers.numpy().astype(numbers.numpy().dtype.newbyteorder("<")).tobytes()).decode()
+    array = numbers.numpy()
+    return base64.b64encode(array.astype(array.dtype.newbyteorder("<")).tobytes()).decode()
 
 
 def entries(

@@ -29,8 +29,8 @@ K = 8
 _CHUNK = 1 << 17
 _CHUNK_OF_ACCELERATORS = 1 << 21
 
-#: Fewer rows are summed along their columns first.
-_FEW = 16
+FEW = 16
+"""Fewer rows are summed along their columns first."""
 
 #: A longer first dimension has the weights of two, of which the second has so many positions: its own weights would
 #: take more memory than a sketch may.
@@ -113,6 +113,11 @@ class Fingerprint:
         """Whether no element is NaN or infinite."""
         return math.isfinite(self.squares)
 
+    @property
+    def vector(self) -> torch.Tensor:
+        """The sketch as a vector, float64 [K]."""
+        return torch.tensor(self.sketch, dtype=torch.float64)
+
 
 def digest(tensor: torch.Tensor, box: Box | None = None) -> Digest:
     """Compute the digest of what a rank holds of a full tensor; nothing is copied to the host.
@@ -132,7 +137,7 @@ def digests(tensors: Sequence[torch.Tensor], boxes: Sequence[Box]) -> list[Diges
         numel, box = stack[0].numel(), boxes[positions[0]]
         bits = _bits(stack)
         if stack.is_complex():
-            stack, box = torch.view_as_real(stack.resolve_conj()), _of_pairs(box)
+            stack, box = torch.view_as_real(stack.resolve_conj()), of_pairs(box)
         parts = []
         if numel:
             shape = _folded(box.shape)
@@ -156,7 +161,7 @@ def forget() -> None:
     _full_weights.cache_clear()
 
 
-def _of_pairs(box: Box) -> Box:
+def of_pairs(box: Box) -> Box:
     """Return the box of the real and imaginary parts, which are one more dimension."""
     dims = None if box.dims is None else (*box.dims, ((0, 2),))
     flat = None if box.flat is None else (2 * box.flat[0], 2 * box.flat[1])
@@ -378,7 +383,7 @@ def _numbers(stack: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tens
     left, right = _product(weights[:split], stack.device), _product(weights[split:], stack.device)
     count, height, width = len(stack), left.shape[0], right.shape[0]
     matrices, chunk = stack.reshape(count, height, width), _chunk_on(stack.device)
-    columns = max(1, chunk // min(height, _FEW))
+    columns = max(1, chunk // min(height, FEW))
     rows = max(1, chunk // min(width, columns))
     sketches, squares = [], []
     for column in range(0, width, columns):
@@ -387,7 +392,7 @@ def _numbers(stack: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tens
         for row in range(0, height, rows):
             part = matrices[:, row : row + rows, column : column + columns].double().contiguous()
             squares.append(_squares(part))
-            if height < _FEW:
+            if height < FEW:
                 sketches.append(((part @ own) * left[row : row + rows]).sum(1))
                 continue
             mine = left[row : row + rows].t().expand(count, -1, -1)

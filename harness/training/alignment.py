@@ -136,7 +136,7 @@ class RecordedStep:
                 one = self.by_key.get(key, {}).get((rank, m))
                 if one is None:
                     return None
-                found.append(torch.tensor(one.value.sketch, dtype=torch.float64))
+                found.append(one.value.vector)
         return torch.stack(found).sum(0) if found else None
 
 

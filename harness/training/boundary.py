@@ -4,8 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
-
 from shardproof.harness.judging import codes, numerics
 from shardproof.harness.judging.signatures import fit
 from shardproof.harness.judging.texts import ranks_of
@@ -142,4 +140,4 @@ def _fit(used: Fingerprint, given: Fingerprint) -> tuple[float, float]:
     """Return the factor between two gradients, and the relative distance that remains."""
     if used.numel != given.numel or not (used.is_finite and given.is_finite and used.squares and given.squares):
         return 0.0, math.inf
-    return fit(torch.tensor(used.sketch, dtype=torch.float64), torch.tensor(given.sketch, dtype=torch.float64))
+    return fit(used.vector, given.vector)

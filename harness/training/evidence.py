@@ -363,6 +363,11 @@ class Evidence:
         parameter = self.records[rank].parameters.get(name)
         return parameter.mesh if parameter is not None and parameter.mesh else range(len(self.records))
 
+    def numel(self, name: str) -> int | None:
+        """Return how many elements a full parameter has; None where its shape is not known."""
+        shape = self.starts[0].shapes.get(name)
+        return None if shape is None else math.prod(shape)
+
     def rounding(self, name: str) -> float:
         """Return by which part of it one rounding moves a parameter's gradient at most, in its narrowest dtype."""
         seen = (one for own in self.gradients for one in (own.at_step.get(name), own.after_backward.get(name)) if one)
@@ -505,7 +510,7 @@ def flat_places(flat: Sequence[Mapping[str, tuple[int, tuple[int, ...]]]], rank:
 
 def vector_of(gradient: Gradient) -> torch.Tensor:
     """Return the sketch of a gradient as a float64 vector."""
-    return torch.tensor(gradient.fingerprint.sketch, dtype=torch.float64)
+    return gradient.fingerprint.vector
 
 
 def _are_same(one: Sequence[Gradient], other: Sequence[Gradient]) -> bool:

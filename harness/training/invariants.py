@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -288,7 +287,7 @@ class _Likeness:
         factor, rest = fit(vector, vector_of(evidence.gradients[other].at_step[name]))
         allowed = max(numerics.ALIKE, evidence.tolerance(name))
         # Any two numbers are multiples of each other.
-        is_number = math.prod(evidence.starts[0].shapes.get(name, (2,))) == 1
+        is_number = evidence.numel(name) == 1
         self.ratios.add(f"{factor:.4g}" if rest < allowed and not is_number else "")
         both = evidence.computed(name, rank)
         self.are_seen &= both is not None

@@ -165,7 +165,8 @@ class _Gradient:
     @property
     def numel(self) -> int:
         """How many elements it has, or as many as are enough."""
-        return math.prod(self.evidence.starts[0].shapes.get(self.name, (_ENOUGH,)))
+        numel = self.evidence.numel(self.name)
+        return _ENOUGH if numel is None else numel
 
 
 class _Outcome(NamedTuple):

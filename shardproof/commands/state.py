@@ -45,7 +45,7 @@ def state(arguments: Sequence[str]) -> int:
     b = sides.read(options.b)
 
     def translated(state: "State", to: "State") -> "State":
-        state = sides.renamed(state, options.rename)
+        state = flat.unflattened(sides.renamed(state, options.rename), to)
         return sides.mapped(state, options.map, to) if options.map else state
 
     if b.is_live and not a.is_live:
@@ -53,9 +53,7 @@ def state(arguments: Sequence[str]) -> int:
         a, _ = sides.aligned(flat.unflattened(a, live), live)
 
     def read(path: str) -> tuple["State", str]:
-        state = b if path == options.b else sides.read(path)
-        state = flat.unflattened(sides.renamed(state, options.rename), a)
-        return sides.aligned(sides.mapped(state, options.map, a) if options.map else state, a)
+        return sides.aligned(translated(b if path == options.b else sides.read(path), a), a)
 
     b, prefix = read(options.b)
     earlier = [read(one)[0] for one in options.earlier]

@@ -100,7 +100,7 @@ def test_a_long_first_dimension_has_the_weights_of_two(shape, monkeypatch):
 def test_chunks_of_any_size_give_the_same_numbers(tensor, chunk, few, monkeypatch):
     before = numbers(tensor)
     monkeypatch.setattr(fingerprints, "_CHUNK", chunk)
-    monkeypatch.setattr(fingerprints, "_FEW", few)
+    monkeypatch.setattr(fingerprints, "FEW", few)
     assert_near(numbers(tensor), before)
 
 
